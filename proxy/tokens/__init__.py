@@ -1,0 +1,33 @@
+"""How big is it?  Token counts as the upstream will count them, offline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from proxy.conversation import Message
+
+
+class Ruler(Protocol):
+    """Counts for one request: one model's rules, one encoding, one frozen calibration. Pure, and never raises for content.
+
+    total(messages) = fixed + sum of what the messages cost. Costs are additive over whole steps, so that a layer can
+    plan with `message` and the pipeline can decide with `total`.
+    """
+
+    @property
+    def fixed(self) -> int:
+        """Tokens of everything but the messages: tools, response_format, tool_choice, priming."""
+        ...
+
+    def text(self, text: str) -> int:
+        """Tokens of a plain string."""
+        ...
+
+    def message(self, message: Message) -> int:
+        """Tokens that this message adds, media and calls included; cached by the message's exact content."""
+        ...
+
+    def total(self, messages: Sequence[Message]) -> int:
+        """Tokens of the whole request with these messages: the number that must fit."""
+        ...
