@@ -1,0 +1,389 @@
+"""Every setting, where it comes from, and what it may be: flag > environment > file > default.
+
+The only room that reads the environment and the configuration file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_origin
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+
+from proxy.errors import ConfigError
+
+PREFIX = "COMPACTION_"
+SECRETS = ("api_key", "encrypt_key", "client_keys", "admin_token")
+MASK = "***"
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A group of settings."""
+
+
+class Upstream(Settings, frozen=True):
+    """Where requests go. api_key: replaces the client's Authorization. ca_file: PEM, for private authorities.
+
+    transport: `sockets` is ours; `httpx` is the stock one, for forward proxies and HTTP/2.
+    connect_timeout, read_timeout: seconds; no read time-out by default, because reasoning models think for minutes.
+    """
+
+    url: str = "https://api.openai.com/v1"
+    transport: Literal["sockets", "httpx"] = "sockets"
+    connect_timeout: float = 5.0
+    read_timeout: float | None = None
+    api_key: str | None = None
+    ca_file: str | None = None
+
+
+class Price(Settings, frozen=True):
+    """Dollars a million tokens."""
+
+    input: float | None = None
+    cached_input: float | None = None
+    output: float | None = None
+
+
+class Model(Settings, frozen=True):
+    """What is known of a model (or a glob of names). window, reserve: tokens. encoding: a tiktoken name."""
+
+    window: int | None = None
+    reserve: int | None = None
+    encoding: str | None = None
+    price: Price | None = None
+
+
+class Compaction(Settings, frozen=True):
+    """trigger, target: fractions of usable, or tokens when > 1. timeout_ms: after that a request goes on as it came.
+
+    layers: settings of each layer by its name. reserve, margin: output reserve and safety margin when the model says none.
+    discovery: ask the upstream's /models for windows. shadow: measure what would be done, forward untouched.
+    role: of the summary message. templates: further rules that a result must keep (see the README).
+    """
+
+    enabled: bool = True
+    strategy: str = "ladder"
+    trigger: float = 0.80
+    target: float = 0.45
+    min_gain: int | None = None
+    timeout_ms: int = 2_000
+    discovery: bool = True
+    shadow: bool = False
+    layers: dict[str, dict[str, Any]] = {}
+    templates: tuple[Literal["openai", "one_system", "alternation", "deepseek"], ...] = ("openai",)
+    prompt_cache: Literal["aware", "ignore"] = "aware"
+    clamp_max_tokens: bool = False
+    stream_usage: Literal["pass", "inject"] = "pass"
+    usage_report: Literal["upstream", "original"] = "upstream"
+
+
+class ContextCollapse(Settings, frozen=True, rename="camel"):
+    """The block as its authors wrote it. trigger_threshold: tokens, of a 200k window."""
+
+    enabled: bool = True
+    keep_recent: int = 10
+    trigger_threshold: int = 150_000
+    summary_style: Literal["detailed", "brief"] = "detailed"
+
+
+class AutoCompact(Settings, frozen=True, rename="camel"):
+    """The block as its authors wrote it. Thresholds: tokens, of a 200k window."""
+
+    enabled: bool = True
+    trigger_threshold: int = 180_000
+    aggressive_threshold: int = 190_000
+    keep_recent: int = 10
+    preserve_errors: bool = True
+    preserve_user_requests: bool = True
+
+
+class Summarizer(Settings, frozen=True):
+    """Summaries by a model, off by default. wait_ms: how long a request may wait for one. prefetch: fill from which one is
+    prepared in the background."""
+
+    mode: Literal["off", "kimi", "anchored"] = "off"
+    model: str | None = None
+    base_url: str | None = None
+    api_key: str | None = None
+    wait_ms: int = 0
+    prefetch: float = 0.68
+    timeout_s: float = 60.0
+    max_preserved_messages: int = 2
+    max_output_tokens: int = 4_096
+    role: Literal["user", "assistant"] = "user"
+
+
+class Store(Settings, frozen=True):
+    """Where checkpoints are kept. url: memory://, sqlite:///PATH or redis://HOST:PORT/DB. ttl_s: seconds without use."""
+
+    url: str = "memory://"
+    ttl_s: int = 86_400
+    max_bytes: int = 256 * 1024 * 1024
+    encrypt_key: str | None = None
+
+
+class Explain(Settings, frozen=True):
+    """Keeps what compactions did to recent requests, in memory. full_text: message texts unmasked."""
+
+    enabled: bool = False
+    full_text: bool = False
+    max_bytes: int = 32 * 1024 * 1024
+
+
+class Server(Settings, frozen=True):
+    """Ports and patience. drain_timeout, header_timeout, body_timeout: seconds. client_keys: who may use the proxy, if set."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 9464
+    workers: int = 1
+    drain_timeout: float = 30.0
+    header_timeout: float = 10.0
+    body_timeout: float = 30.0
+
+
+class Log(Settings, frozen=True):
+    """format: `auto` is console on a terminal, else JSON lines."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "console", "json"] = "auto"
+
+
+class Config(Settings, frozen=True):
+    """Everything. `models` maps exact names or globs; the most specific wins."""
+
+    upstream: Upstream = Upstream()
+    default_window: int | None = None
+    models: dict[str, Model] = {}
+    compaction: Compaction = Compaction()
+    context_collapse: ContextCollapse | None = msgspec.field(default=None, name="contextCollapse")
+    auto_compact: AutoCompact | None = msgspec.field(default=None, name="autoCompact")
+    summarizer: Summarizer = Summarizer()
+    store: Store = Store()
+    explain: Explain = Explain()
+    server: Server = Server()
+    log: Log = Log()
+    max_body_bytes: int = 64 * 1024 * 1024
+    client_keys: tuple[str, ...] = ()
+
+
+def load(flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None, file: str | None = None) -> Config:
+    """The effective configuration. `flags` is nested like the file; None values are flags that were not given.
+
+    Raises ConfigError: unknown key (with the nearest known one), wrong value (with what it takes), unreadable file.
+    """
+    environment = os.environ if environment is None else environment
+    path = file or environment.get(PREFIX + "CONFIG") or None
+    merged: dict[str, Any] = {}
+    for source in (read_file(path) if path else {}, _from_environment(environment), _without_none(flags or {})):
+        _merge(merged, _normal(source))
+    _check_keys(Config, merged, "")
+    try:
+        config = msgspec.convert(merged, Config, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_wrong_value(error, merged)) from None
+    _check_values(config)
+    return config
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """A YAML (or JSON) file as it stands. Raises ConfigError."""
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f", line {where.line + 1}" if where is not None else ""
+        raise ConfigError(f"{path} is not valid YAML{line}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, not {type(data).__name__}")
+    return data
+
+
+def masked(config: Config) -> dict[str, Any]:
+    """The configuration as plain data with secrets masked, for people to read."""
+    plain: dict[str, Any] = _mask(msgspec.to_builtins(config))
+    return plain
+
+
+def _mask(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _mask(item, name) for name, item in value.items()}
+    if key in SECRETS and value:
+        return [MASK] * len(value) if isinstance(value, list | tuple) else MASK
+    if key in ("url", "base_url") and isinstance(value, str):
+        return re.sub(r"//[^/@]*@", f"//{MASK}@", value)
+    return value
+
+
+def _normal(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Short forms spelled out: an upstream or a store given as its URL; YAML's `off`, which it reads as a boolean."""
+    plain = dict(source)
+    for key in ("upstream", "store"):
+        if isinstance(plain.get(key), str):
+            plain[key] = {"url": plain[key]}
+    if isinstance(plain.get("client_keys"), str):
+        plain["client_keys"] = [key.strip() for key in plain["client_keys"].split(",") if key.strip()]
+    summarizer = plain.get("summarizer")
+    if isinstance(summarizer, dict) and summarizer.get("mode") is False:
+        plain["summarizer"] = {**summarizer, "mode": "off"}
+    return plain
+
+
+def _without_none(value: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {key: _without_none(item) if isinstance(item, Mapping) else item for key, item in value.items() if item is not None}
+    return {key: item for key, item in plain.items() if item != {}}
+
+
+def _merge(into: dict[str, Any], source: Mapping[str, Any]) -> None:
+    for key, value in source.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = dict(value) if isinstance(value, dict) else value
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """`COMPACTION_SUMMARIZER__MODE=anchored` → {"summarizer": {"mode": "anchored"}}."""
+    nested: dict[str, Any] = {}
+    for name, value in sorted(environment.items()):
+        if not name.startswith(PREFIX) or name in (PREFIX + "CONFIG", PREFIX + "SHARED"):
+            continue
+        group, here = Config, nested
+        words = name.removeprefix(PREFIX).split("__")
+        for word in words[:-1]:
+            key = _spelled(group, word, name)
+            child = _group(group, key)
+            if isinstance(here.get(key), str):
+                here[key] = {"url": here[key]}
+            here = here.setdefault(key, {})
+            group = child
+        here[_spelled(group, words[-1], name)] = value
+    return nested
+
+
+def _spelled(group: Any, word: str, name: str) -> str:
+    """A key as the file spells it: the environment has no case."""
+    if group is None:
+        return word.lower()
+    known = {key.lower().replace("_", ""): key for key in _keys(group)}
+    key = known.get(word.lower().replace("_", ""))
+    if key is None:
+        raise ConfigError(f"unknown environment variable {name}{_nearest(word.lower(), _keys(group))}")
+    return key
+
+
+def _keys(group: Any) -> tuple[str, ...]:
+    return tuple(field.encode_name for field in msgspec.structs.fields(group))
+
+
+def _group(group: Any, key: str) -> Any:
+    """The settings class of a key, None for a plain value or a free mapping."""
+    if group is None:
+        return None
+    field = next((f for f in msgspec.structs.fields(group) if f.encode_name == key), None)
+    if field is None:
+        return None
+    kinds = [field.type, *getattr(field.type, "__args__", ())]
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Settings)), None)
+
+
+def _check_keys(group: Any, values: Mapping[str, Any], path: str) -> None:
+    for key, value in values.items():
+        if key not in _keys(group):
+            raise ConfigError(f"unknown setting `{path}{key}`{_nearest(str(key), _keys(group))}")
+        child = _group(group, key)
+        if key == "models" and not path and isinstance(value, dict):
+            for name, model in value.items():
+                if isinstance(model, dict):
+                    _check_keys(Model, model, f"models.{name}.")
+        elif child is not None and isinstance(value, dict):
+            _check_keys(child, value, f"{path}{key}.")
+
+
+def _nearest(word: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(word, known, 1, 0.5)
+    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
+
+
+def _wrong_value(error: msgspec.ValidationError, merged: Mapping[str, Any]) -> str:
+    """The key, what it got and what it takes, out of msgspec's words."""
+    text = str(error)
+    match = re.search(r" - at `\$\.?(.*?)`$", text)
+    path = match[1] if match else ""
+    reason = text[: match.start()] if match else text
+    value: Any = merged
+    group: Any = Config
+    takes = reason[:1].lower() + reason[1:]
+    for word in re.findall(r"[^.\[\]]+", path.replace("[...]", "")):
+        value = value.get(word) if isinstance(value, Mapping) and word in value else value
+        kind = None
+        if group is not None:
+            kind = next((f.type for f in msgspec.structs.fields(group) if f.encode_name == word), None)
+            group = _group(group, word)
+        if kind is not None and group is None:
+            takes = f"it takes {_kind_words(kind)}"
+    shown = MASK if any(path.endswith(secret) for secret in SECRETS) else repr(value)[:80]
+    return f"wrong value for `{path}`: got {shown}; {takes}"
+
+
+_KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing (null)"}
+
+
+def _kind_words(kind: Any) -> str:
+    options = getattr(kind, "__args__", ())
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, options))
+    if kind in _KIND_WORDS:
+        return _KIND_WORDS[kind]
+    if options:
+        words = list(dict.fromkeys(_kind_words(option) for option in options if option is not ...))
+        return (
+            "a list of: " if get_origin(kind) in (tuple, list) else "a mapping of: " if get_origin(kind) is dict else ""
+        ) + " or ".join(words)
+    return "a mapping of settings"
+
+
+def _check_values(config: Config) -> None:
+    def wrong(key: str, got: object, takes: str) -> ConfigError:
+        return ConfigError(f"wrong value for `{key}`: got {got!r}; takes {takes}")
+
+    for key, url in (("upstream.url", config.upstream.url), ("summarizer.base_url", config.summarizer.base_url)):
+        if url is not None and not _is_url(url):
+            raise wrong(key, url, "an http:// or https:// URL")
+    compaction = config.compaction
+    for key, mark in (("trigger", compaction.trigger), ("target", compaction.target)):
+        if not mark > 0:
+            raise wrong(f"compaction.{key}", mark, "a fraction of usable (0–1) or a number of tokens")
+    if (compaction.trigger <= 1) == (compaction.target <= 1) and compaction.target >= compaction.trigger:
+        raise wrong("compaction.target", compaction.target, f"less than the trigger ({compaction.trigger})")
+    for name, model in config.models.items():
+        if model.window is not None and model.window <= 0:
+            raise wrong(f"models.{name}.window", model.window, "a number of tokens above 0")
+    if config.default_window is not None and config.default_window <= 0:
+        raise wrong("default_window", config.default_window, "a number of tokens above 0")
+    for key, port in (("server.port", config.server.port), ("server.admin_port", config.server.admin_port)):
+        if not 0 <= port <= 65_535:
+            raise wrong(key, port, "a port, 0 to 65535 (0: any free one)")
+    if config.server.workers < 1:
+        raise wrong("server.workers", config.server.workers, "1 or more")
+    if urlsplit(config.store.url).scheme not in ("memory", "sqlite", "redis", "rediss", "unix"):
+        raise wrong("store.url", config.store.url, "memory://, sqlite:///PATH or redis://HOST:PORT/DB")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return False
