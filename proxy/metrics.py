@@ -1,0 +1,576 @@
+"""Every metric: one frozen value a request, recorded in one place, and read back as an exposition or as plain figures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.process_collector import ProcessCollector
+
+from proxy.compaction import CompactionResult, CriticalItems
+
+CHAT, COMPACT, ANY = "/chat/completions", "/v1/compact", "/{path}"
+ENDPOINTS = (CHAT, COMPACT, ANY)
+"""Route templates: the raw path is the client's and never becomes a label."""
+
+CHECKPOINT = "checkpoint"
+UNATTRIBUTED = "unattributed"
+LAYERS = ("tool_result_budget", "snip", "microcompact", "context_collapse", "auto_compact", "emergency", CHECKPOINT)
+"""Who saves tokens. `checkpoint` is what an earlier event saved and this request resumed."""
+
+OUTCOMES = ("applied", "reused", "rejected", "failed", "shadow")
+PASSTHROUGH_REASONS = (
+    *("fits", "bypass_header", "disabled", "floor", "unreadable", "deadline", "no_gain", "breaker", "not_chat"),
+    *("too_large", "unknown_window"),
+)
+PHASES = ("read", "count", "resume", "compact", "validate", "write", "total")
+RULES = ("structure", "size", "lost_error", "lost_request", "lost_constraint", "lost_conclusion", "not_idempotent")
+PREFIX_BREAKS = ("event", "edit", "new_conversation")
+OVERFLOWS = ("retried_ok", "retried_failed", "returned")
+UPSTREAM_ERRORS = ("connect", "timeout", "read", "protocol", "http_4xx", "http_429", "http_5xx")
+
+OTHER = "other"
+MODELS_SEEN = 50
+"""Names of models come from clients: beyond the configured ones and this many, all are `other`."""
+MODELS_TIMED = 10
+"""A histogram is fourteen lines of a scrape: of the names not configured, only this many have histograms of their own."""
+MODEL_LENGTH = 80
+RECENT = 50
+"""Events that `/stats` remembers."""
+
+LONG = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+FIRST_CHUNK = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80)
+SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+SHARE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
+FILL = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.25, 2, 5)
+ERROR = (0.5, 0.8, 0.9, 0.95, 0.98, 1, 1.02, 1.05, 1.1, 1.25, 2)
+
+NO_ITEMS = CriticalItems()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """What one request contributes. Callers fill what they know; None and () mean "not known" and leave no sample.
+
+    endpoint: one of `ENDPOINTS`. code: the status that the client got; 499 when it left before one.
+    duration, first_chunk, upstream_duration: seconds. overhead: (phase, seconds) of our own time.
+    received, forwarded: prompt tokens by our own count, None when nothing was counted; saved: (layer, tokens), net.
+    outcome: none, applied, reused, rejected, failed, shadow or bypassed. shadow_saved: tokens that shadow mode would have saved.
+    passthrough: why the body went on as it came. ratio: tokens after / before of one event.
+    fill_before, fill_after: share of the usable window. validation_failures: one rule for each failure.
+    usage_*: tokens that the upstream reported. cost_saved: US dollars, None when the price is unknown.
+    """
+
+    endpoint: str = CHAT
+    model: str | None = None
+    code: int = 200
+    stream: bool = False
+    duration: float | None = None
+    first_chunk: float | None = None
+    upstream_duration: float | None = None
+    overhead: tuple[tuple[str, float], ...] = ()
+    received: int | None = None
+    forwarded: int | None = None
+    saved: tuple[tuple[str, int], ...] = ()
+    outcome: str = "none"
+    shadow_saved: int = 0
+    passthrough: str | None = None
+    ratio: float | None = None
+    fill_before: float | None = None
+    fill_after: float | None = None
+    validation_failures: tuple[str, ...] = ()
+    critical: CriticalItems = NO_ITEMS
+    prefix_break: str | None = None
+    overflow: str | None = None
+    usage_input: int | None = None
+    usage_output: int | None = None
+    usage_cached: int | None = None
+    count_error: float | None = None
+    upstream_error: str | None = None
+    client_disconnect: bool = False
+    stream_abort: bool = False
+    cost_saved: float | None = None
+    trace_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Tokens of one request that add up: received − forwarded == sum of saved. gap: tokens that had to be moved for it."""
+
+    received: int
+    forwarded: int
+    saved: tuple[tuple[str, int], ...]
+    gap: int = 0
+
+
+def saved_by_layer(result: CompactionResult) -> tuple[tuple[str, int], ...]:
+    """(layer, tokens) of the layers that had a part in it."""
+    return tuple((report.layer, report.saved) for report in result.reports if report.saved and report.refused is None)
+
+
+def settle(received: int, forwarded: int, saved: Iterable[tuple[str, int]]) -> Account:
+    """The account that adds up. What no layer claims is `unattributed`; what is claimed too much is taken from the last layers.
+
+    A request that grew counts as forwarded unchanged: counters cannot go down. Whatever is moved is told in `gap`.
+    """
+    claims = [(layer, tokens) for layer, tokens in saved if tokens]
+    total = received - forwarded
+    if sum(tokens for _, tokens in claims) == total and all(tokens > 0 for _, tokens in claims):
+        return Account(received, forwarded, tuple(claims))
+    left, kept = max(total, 0), []
+    for layer, tokens in claims:
+        granted = min(max(tokens, 0), left)
+        left -= granted
+        kept.append((layer, granted))
+    kept.append((UNATTRIBUTED, left))
+    moved = left + max(-total, 0) + sum(abs(tokens - granted) for (_, tokens), (_, granted) in zip(claims, kept, strict=False))
+    return Account(received, received - max(total, 0), tuple(one for one in kept if one[1]), moved)
+
+
+def printable(name: str | None) -> str:
+    """A model's name as a label: at most 80 printable characters, never empty."""
+    text = (name or "").strip()[:MODEL_LENGTH]
+    return "".join(c if c.isprintable() else "?" for c in text) or "unknown"
+
+
+class ModelNames:
+    """Which label a model's name gets: the configured ones and the first that come have their own, all others share one."""
+
+    def __init__(self, configured: Iterable[str] = (), room: int = MODELS_SEEN) -> None:
+        self._labels = {name: printable(name) for name in configured}
+        self._room = room
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str | None) -> str:
+        label = self._labels.get(name or "")
+        return self._enter(name) if label is None else label
+
+    def _enter(self, name: str | None) -> str:
+        label = printable(name)
+        known = self._labels.get(label)
+        if known is not None:
+            return known
+        with self._lock:
+            if self._room <= 0:
+                return OTHER
+            # Under its printable form, so that two names that look alike take one place and a label is not counted twice
+            self._room -= label not in self._labels
+            return self._labels.setdefault(label, label)
+
+
+class Children(dict[Any, Any]):
+    """A metric's children, bound once: a lookup costs a tenth of `labels()`."""
+
+    def __init__(self, metric: Counter | Gauge | Histogram) -> None:
+        super().__init__()
+        self._metric = metric
+
+    def __missing__(self, values: Any) -> Any:
+        child = self[values] = self._metric.labels(*(values if isinstance(values, tuple) else (values,)))
+        return child
+
+    def begin(self, *values: Any) -> None:
+        """Shows these label values before anything happened, so that a first event is an increase."""
+        for value in values:
+            self[value]
+
+
+class Metrics:
+    """All metrics of one process. `record` is called once a request, from any thread.
+
+    model_names: exact names from the configuration, which always keep a label of their own.
+    directory: where prometheus-client's multiprocess files are when there are several workers: read back from there.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry | None = None,
+        *,
+        model_names: Iterable[str] = (),
+        layers: Iterable[str] = LAYERS,
+        version: str = "",
+        directory: Path | None = None,
+    ) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` doubles the lines of a scrape and no panel asks for it
+        self.registry = registry or CollectorRegistry()
+        self.directory = directory
+        names = tuple(model_names)
+        self.models, self.timed = ModelNames(names), ModelNames(names, MODELS_TIMED)
+        self.started = time.time()
+        self.recent: deque[dict[str, object]] = deque(maxlen=RECENT)
+        self._make_request_metrics()
+        self._make_token_metrics()
+        self._make_compaction_metrics()
+        self._make_upstream_metrics()
+        self._make_summary_and_store_metrics()
+        self._make_process_metrics(version)
+        self._begin([self.models[name] for name in names], tuple(layers))
+
+    def _counter(self, name: str, told: str, *labels: str) -> Children:
+        return Children(Counter(f"compaction_{name}", told, labels, registry=self.registry))
+
+    def _gauge(self, name: str, told: str, *labels: str, mode: Any = "livesum") -> Children:
+        return Children(Gauge(f"compaction_{name}", told, labels, registry=self.registry, multiprocess_mode=mode))
+
+    def _histogram(self, name: str, told: str, buckets: tuple[float, ...], *labels: str) -> Children:
+        return Children(Histogram(f"compaction_{name}", told, labels, registry=self.registry, buckets=buckets))
+
+    def _make_request_metrics(self) -> None:
+        self._requests = self._counter("requests_total", "Requests answered.", "endpoint", "model", "code", "stream")
+        self._duration = self._histogram(
+            "request_duration_seconds", "From the request's head to the answer's end.", LONG, "endpoint", "model", "stream"
+        )
+        self._first_chunk = self._histogram(
+            "time_to_first_chunk_seconds",
+            "From the request's head to the first body bytes of a streamed answer.",
+            FIRST_CHUNK,
+            "model",
+        )
+        self._overhead = self._histogram("overhead_seconds", "Our own time in a request, without the upstream's.", SHORT, "phase")
+        self._inflight = self._gauge("inflight_requests", "Requests being served now.", "endpoint")
+        self._disconnects = self._counter("client_disconnects_total", "Clients that left before their answer's end.", "endpoint")
+        self._aborts = self._counter("stream_aborts_total", "Answers broken off because the upstream broke off.", "endpoint")
+
+    def _make_token_metrics(self) -> None:
+        self._received = self._counter(
+            "prompt_tokens_received_total", "Prompt tokens that clients sent, by our own count.", "model"
+        )
+        self._forwarded = self._counter(
+            "prompt_tokens_forwarded_total", "Prompt tokens that went upstream, by our own count.", "model"
+        )
+        self._saved = self._counter(
+            "prompt_tokens_saved_total", "Prompt tokens not forwarded, net of stubs and summaries.", "model", "layer"
+        )
+        self._shadow = self._counter(
+            "shadow_prompt_tokens_saved_total", "Prompt tokens that shadow mode would have saved.", "model"
+        )
+        self._gaps = self._counter(
+            "unattributed_prompt_tokens_total", "Prompt tokens moved to make a request's account add up; stays 0.", "model"
+        )
+        self._cost = self._counter(
+            "cost_saved_usd_total", "US dollars that the saved tokens would have cost; none when unpriced.", "model"
+        )
+
+    def _make_compaction_metrics(self) -> None:
+        self._events = self._counter("events_total", "Requests over their trigger, by what came of it.", "model", "outcome")
+        self._passthrough = self._counter("passthrough_total", "Requests forwarded as they came, by reason.", "reason")
+        self._ratio = self._histogram("ratio", "Tokens after an event / tokens before it.", SHARE, "model")
+        self._fill = self._histogram("context_utilization_ratio", "Fill of the usable window.", FILL, "model", "stage")
+        self._failures = self._counter("validation_failures_total", "Layers refused after their work was checked.", "rule")
+        self._critical = self._counter("critical_items_total", "Facts that must survive, by what became of them.", "result")
+        self._breaks = self._counter("prefix_breaks_total", "Forwarded prefixes that differ from the chain's last one.", "cause")
+        self._window = self._gauge("context_window_tokens", "What the model can hold.", "model", mode="livemax")
+        self._budget = self._gauge("budget_tokens", "What a request to the model may weigh.", "model", mode="livemax")
+
+    def _make_upstream_metrics(self) -> None:
+        self._upstream_duration = self._histogram(
+            "upstream_duration_seconds", "From sending a request upstream to its answer's end.", LONG, "model"
+        )
+        self._overflows = self._counter("context_overflows_total", "Answers that the context is too long.", "model", "result")
+        self._usage = self._counter("upstream_usage_tokens_total", "Tokens that the upstream reported.", "model", "type")
+        self._cached = self._counter(
+            "upstream_cached_input_tokens_total", "Prompt-cache hits that the upstream reported.", "model"
+        )
+        self._count_error = self._histogram("token_count_error_ratio", "Our count / reported prompt tokens.", ERROR, "model")
+        self._upstream_errors = self._counter("upstream_errors_total", "Failures of the upstream.", "reason")
+
+    def _make_summary_and_store_metrics(self) -> None:
+        self._summaries = self._counter("summarizer_requests_total", "Summaries asked of a model.", "model", "outcome")
+        self._summary_tokens = self._counter("summarizer_tokens_total", "Tokens that summaries took.", "model", "type")
+        self._summary_duration = self._histogram("summarizer_duration_seconds", "Time that a summary took.", FIRST_CHUNK, "model")
+        self._summary_cost = self._counter(
+            "summarizer_cost_usd_total", "US dollars that summaries cost; none when unpriced.", "model"
+        )
+        self._store = self._counter(
+            "checkpoint_operations_total", "Calls to the checkpoint store.", "store", "operation", "result"
+        )
+        self._store_duration = self._histogram(
+            "checkpoint_duration_seconds", "Time that a call to the checkpoint store took.", SHORT, "store", "operation"
+        )
+        self._store_bytes = self._gauge("checkpoint_bytes", "Size of the checkpoint store.", "store", mode="livemax")
+        self._degraded = self._gauge(
+            "tokenizer_degraded", "1 while counts of this encoding are estimates.", "encoding", mode="livemax"
+        )
+
+    def _make_process_metrics(self, version: str) -> None:
+        build = self._gauge("build_info", "Always 1; the label says what runs.", "version", mode="livemax")
+        build[version or "unknown"].set(1)
+        self._loaded = Gauge(
+            "compaction_config_loaded_timestamp_seconds",
+            "When the configuration was loaded.",
+            registry=self.registry,
+            multiprocess_mode="livemax",
+        )
+        self._loaded.set(self.started)
+        if self.directory is None:  # with several workers the figures of whichever answers the scrape would mislead
+            ProcessCollector(registry=self.registry)
+            GCCollector(registry=self.registry)
+
+    def _begin(self, models: list[str], layers: tuple[str, ...]) -> None:
+        self._inflight.begin(*ENDPOINTS)
+        self._disconnects.begin(*ENDPOINTS)
+        self._aborts.begin(*ENDPOINTS)
+        self._overhead.begin(*PHASES)
+        self._passthrough.begin(*PASSTHROUGH_REASONS)
+        self._failures.begin(*RULES)
+        self._critical.begin("kept", "repaired", "lost")
+        self._breaks.begin(*PREFIX_BREAKS)
+        self._upstream_errors.begin(*UPSTREAM_ERRORS)
+        for model in models:
+            for tokens in (self._received, self._forwarded, self._gaps, self._shadow, self._cached):
+                tokens.begin(model)
+            self._saved.begin(*((model, layer) for layer in layers))
+            self._events.begin(*((model, outcome) for outcome in OUTCOMES))
+            self._overflows.begin(*((model, result) for result in OVERFLOWS))
+            self._usage.begin((model, "input"), (model, "output"))
+
+    def record(self, record: RequestRecord) -> None:
+        """Takes one request into every metric that it touches; the one place where requests are counted."""
+        model, timed = self.models[record.model], self.timed[record.model]
+        self._record_request(record, model, timed)
+        account = self._record_tokens(record, model)
+        self._record_compaction(record, model, timed)
+        self._record_upstream(record, model, timed)
+        if record.outcome in OUTCOMES:
+            self._remember(record, model, account)
+
+    def _record_request(self, record: RequestRecord, model: str, timed: str) -> None:
+        endpoint = record.endpoint if record.endpoint in ENDPOINTS else ANY
+        stream = "true" if record.stream else "false"
+        exemplar = {"trace_id": record.trace_id} if record.trace_id else None
+        self._requests[endpoint, model, _code(record.code), stream].inc()
+        if record.duration is not None:
+            self._duration[endpoint, timed, stream].observe(record.duration, exemplar)
+        if record.first_chunk is not None:
+            self._first_chunk[timed].observe(record.first_chunk, exemplar)
+        for phase, seconds in record.overhead:
+            self._overhead[_closed(phase, PHASES)].observe(max(seconds, 0.0))
+        if record.client_disconnect:
+            self._disconnects[endpoint].inc()
+        if record.stream_abort:
+            self._aborts[endpoint].inc()
+
+    def _record_tokens(self, record: RequestRecord, model: str) -> Account | None:
+        if record.received is None:
+            return None
+        account = settle(record.received, record.received if record.forwarded is None else record.forwarded, record.saved)
+        self._received[model].inc(account.received)
+        self._forwarded[model].inc(account.forwarded)
+        for layer, tokens in account.saved:
+            self._saved[model, layer].inc(tokens)
+        if account.gap:
+            self._gaps[model].inc(account.gap)
+        if record.shadow_saved > 0:
+            self._shadow[model].inc(record.shadow_saved)
+        if record.cost_saved is not None:
+            self._cost[model].inc(max(record.cost_saved, 0.0))
+        return account
+
+    def _record_compaction(self, record: RequestRecord, model: str, timed: str) -> None:
+        if record.outcome in OUTCOMES:
+            self._events[model, record.outcome].inc()
+        if record.passthrough is not None:
+            self._passthrough[_closed(record.passthrough, PASSTHROUGH_REASONS)].inc()
+        if record.ratio is not None:
+            self._ratio[timed].observe(record.ratio)
+        if record.fill_before is not None:
+            self._fill[timed, "before"].observe(record.fill_before)
+        if record.fill_after is not None:
+            self._fill[timed, "after"].observe(record.fill_after)
+        for rule in record.validation_failures:
+            self._failures[_closed(rule, RULES)].inc()
+        for result in ("kept", "repaired", "lost"):
+            count = getattr(record.critical, result)
+            if count:
+                self._critical[result].inc(count)
+        if record.prefix_break is not None:
+            self._breaks[_closed(record.prefix_break, PREFIX_BREAKS)].inc()
+
+    def _record_upstream(self, record: RequestRecord, model: str, timed: str) -> None:
+        if record.upstream_duration is not None:
+            exemplar = {"trace_id": record.trace_id} if record.trace_id else None
+            self._upstream_duration[timed].observe(record.upstream_duration, exemplar)
+        if record.overflow is not None:
+            self._overflows[model, _closed(record.overflow, OVERFLOWS)].inc()
+        if record.usage_input is not None:
+            self._usage[model, "input"].inc(max(record.usage_input, 0))
+        if record.usage_output is not None:
+            self._usage[model, "output"].inc(max(record.usage_output, 0))
+        if record.usage_cached is not None:
+            self._cached[model].inc(max(record.usage_cached, 0))
+        if record.count_error is not None:
+            self._count_error[timed].observe(record.count_error)
+        if record.upstream_error is not None:
+            self._upstream_errors[_closed(record.upstream_error, UPSTREAM_ERRORS)].inc()
+
+    def _remember(self, record: RequestRecord, model: str, account: Account | None) -> None:
+        self.recent.appendleft(
+            {
+                "at": round(time.time(), 3),
+                "model": model,
+                "outcome": record.outcome,
+                "tokens_before": account.received if account else None,
+                "tokens_after": account.forwarded if account else None,
+                "layers": dict(account.saved) if account else {},
+            }
+        )
+
+    def inflight(self, endpoint: str) -> AbstractContextManager[object]:
+        """`with metrics.inflight(CHAT):` counts a request while it is served."""
+        context: AbstractContextManager[object] = self._inflight[endpoint if endpoint in ENDPOINTS else ANY].track_inprogress()
+        return context
+
+    def set_window(self, model: str, window: int, budget: int) -> None:
+        """What a model can hold and what a request to it may weigh, in tokens."""
+        label = self.models[model]
+        self._window[label].set(window)
+        self._budget[label].set(budget)
+
+    def observe_summary(
+        self,
+        model: str,
+        outcome: str,
+        *,
+        seconds: float | None = None,
+        tokens_in: int = 0,
+        tokens_out: int = 0,
+        cost: float | None = None,
+    ) -> None:
+        """One call for a summary. outcome: `ok` or `SummaryFailed.outcome`. cost: US dollars, None unpriced."""
+        label = self.models[model]
+        self._summaries[label, outcome].inc()
+        self._summary_tokens[label, "input"].inc(tokens_in)
+        self._summary_tokens[label, "output"].inc(tokens_out)
+        if seconds is not None:
+            self._summary_duration[self.timed[model]].observe(seconds)
+        if cost is not None:
+            self._summary_cost[label].inc(cost)
+
+    def observe_checkpoint(self, store: str, operation: str, result: str, seconds: float | None = None) -> None:
+        """One call to the checkpoint store. store: its scheme; operation: get, put; result: hit, miss, stored, kept, error."""
+        self._store[store, operation, result].inc()
+        if seconds is not None:
+            self._store_duration[store, operation].observe(seconds)
+
+    def set_checkpoint_bytes(self, store: str, size: int) -> None:
+        self._store_bytes[store].set(size)
+
+    def set_tokenizer_degraded(self, encoding: str, degraded: bool) -> None:
+        self._degraded[encoding].set(1 if degraded else 0)
+
+    def set_config_loaded(self, timestamp: float) -> None:
+        """When the configuration in force was loaded: Unix time."""
+        self._loaded.set(timestamp)
+
+    def exposition(self, accept: str = "") -> tuple[bytes, str]:
+        """(body, content type) in the format that the scraper asks for: OpenMetrics or Prometheus text. Takes milliseconds."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self._readable()), content_type
+
+    def _readable(self) -> CollectorRegistry:
+        if self.directory is None:
+            return self.registry
+        merged = CollectorRegistry()
+        MultiProcessCollector(merged, path=str(self.directory))  # type: ignore[no-untyped-call]
+        return merged
+
+    def figures(self) -> Figures:
+        """All samples as they stand."""
+        found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for family in self._readable().collect():
+            for sample in family.samples:
+                found.setdefault(sample.name, []).append((sample.labels, sample.value))
+        return Figures(found)
+
+    def stats(self) -> dict[str, object]:
+        """The same figures as the exposition, for people and scripts: totals, by model, by layer, the last events."""
+        figures = self.figures()
+        return {
+            "started": round(self.started, 3),
+            "uptime_seconds": round(time.time() - self.started, 3),
+            "requests": figures.whole("requests_total"),
+            "inflight": figures.by("inflight_requests", "endpoint"),
+            "tokens": _tokens(figures, None),
+            "cost_saved_usd": figures.money("cost_saved_usd_total"),
+            "summarizer_cost_usd": figures.money("summarizer_cost_usd_total"),
+            "events": figures.by("events_total", "outcome"),
+            "passthrough": figures.by("passthrough_total", "reason"),
+            "critical_items": figures.by("critical_items_total", "result"),
+            "validation_failures": figures.by("validation_failures_total", "rule"),
+            "context_overflows": figures.by("context_overflows_total", "result"),
+            "upstream_errors": figures.by("upstream_errors_total", "reason"),
+            "layers": figures.by("prompt_tokens_saved_total", "layer"),
+            "models": {model: _of_model(figures, model) for model in figures.values("model")},
+            "recent_events": list(self.recent),
+        }
+
+
+class Figures:
+    """Samples of one reading: name → (labels, value)."""
+
+    def __init__(self, samples: Mapping[str, list[tuple[Mapping[str, str], float]]]) -> None:
+        self._samples = samples
+
+    def of(self, name: str, model: str | None = None) -> list[tuple[Mapping[str, str], float]]:
+        rows = self._samples.get(f"compaction_{name}", [])
+        return rows if model is None else [row for row in rows if row[0].get("model") == model]
+
+    def whole(self, name: str, model: str | None = None) -> int:
+        return int(sum(value for _, value in self.of(name, model)))
+
+    def money(self, name: str, model: str | None = None) -> float | None:
+        """US dollars; None when nothing was priced."""
+        rows = self.of(name, model)
+        return round(sum(value for _, value in rows), 6) if rows else None
+
+    def by(self, name: str, label: str) -> dict[str, int]:
+        sums: dict[str, int] = {}
+        for labels, value in self.of(name):
+            sums[labels[label]] = sums.get(labels[label], 0) + int(value)
+        return sums
+
+    def values(self, label: str) -> list[str]:
+        """All values of a label, sorted."""
+        return sorted({labels[label] for rows in self._samples.values() for labels, _ in rows if label in labels})
+
+
+def _code(status: int) -> str:
+    return str(status) if 100 <= status <= 599 else OTHER
+
+
+def _closed(value: str, known: tuple[str, ...]) -> str:
+    return value if value in known else OTHER
+
+
+def _tokens(figures: Figures, model: str | None) -> dict[str, object]:
+    received, forwarded = (
+        figures.whole("prompt_tokens_received_total", model),
+        figures.whole("prompt_tokens_forwarded_total", model),
+    )
+    saved = figures.whole("prompt_tokens_saved_total", model)
+    return {
+        "received": received,
+        "forwarded": forwarded,
+        "saved": saved,
+        "saved_share": round(saved / received, 6) if received else 0.0,
+    }
+
+
+def _of_model(figures: Figures, model: str) -> dict[str, object]:
+    return {
+        "requests": figures.whole("requests_total", model),
+        "tokens": _tokens(figures, model),
+        "cost_saved_usd": figures.money("cost_saved_usd_total", model),
+        "window": figures.whole("context_window_tokens", model) or None,
+        "budget": figures.whole("budget_tokens", model) or None,
+    }
