@@ -6,6 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from proxy.conversation import Message
+from proxy.tokens.calibration import Calibration
+from proxy.tokens.chat import ruler
+from proxy.tokens.vocabulary import bare_name, degraded, encoding_name
+
+__all__ = ["Calibration", "Ruler", "bare_name", "degraded", "encoding_name", "ruler"]
 
 
 class Ruler(Protocol):
@@ -30,4 +35,11 @@ class Ruler(Protocol):
 
     def total(self, messages: Sequence[Message]) -> int:
         """Tokens of the whole request with these messages: the number that must fit."""
+        ...
+
+    def cold_bytes(self, messages: Sequence[Message]) -> int:
+        """UTF-8 bytes of text that `total` would have to tokenize now, because they were not counted before.
+
+        For the caller to decide whether it counts here or in a worker thread; costs look-ups only.
+        """
         ...

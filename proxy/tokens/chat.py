@@ -1,0 +1,369 @@
+"""How a chat becomes a prompt: what each message, call, result and field of the request costs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from proxy.conversation import Message, Opaque, Text, ToolCall, ToolResult
+from proxy.tokens import images, tools
+from proxy.tokens.calibration import EXACT, Calibration
+from proxy.tokens.vocabulary import Remembered, Vocabulary, bare_name, encoding_name, utf8_size, vocabulary
+
+REMEMBERED_BYTES = 16 * 2**20
+"""Costs of messages and of whole steps: about twenty long conversations."""
+
+_OPENAI = re.compile(r"(gpt-|chatgpt|o[134](-|$)|codex)")
+_REASONING = re.compile(r"(gpt-5|o[134](-|$)|codex)")
+
+Step = tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The rules of one family of models. tag: tells dialects apart in caches."""
+
+    encoding: str
+    openai: bool
+    reasoning: bool
+    gpt5: bool
+    rate: images.Rate
+
+    @property
+    def priming(self) -> int:
+        return 2 if self.reasoning else 3
+
+    @property
+    def tag(self) -> str:
+        return f"{self.encoding}/{self.openai:d}{self.reasoning:d}{self.gpt5:d}/{self.rate}"
+
+
+@lru_cache(maxsize=1024)
+def dialect(model: str, encoding: str | None = None) -> Dialect:
+    """The rules that a model name gets; those of the gpt-4o family where nothing better is known."""
+    name = bare_name(model)
+    reasoning = bool(_REASONING.match(name))
+    openai = bool(_OPENAI.match(name)) and not name.startswith("gpt-oss")
+    return Dialect(
+        vocabulary(encoding or encoding_name(model)).name, openai, reasoning, reasoning and "gpt-5" in name, images.rate(name)
+    )
+
+
+_STEPS: Remembered[tuple[str, Step]] = Remembered(REMEMBERED_BYTES)
+_FIELDS: Remembered[tuple[str, bytes, bytes]] = Remembered(REMEMBERED_BYTES // 4)
+
+
+class ChatRuler:
+    """The ruler of one request. `fields`: the raw JSON of the body's top-level fields except `messages`."""
+
+    def __init__(self, rules: Dialect, fields: Mapping[str, bytes], calibration: Calibration) -> None:
+        self.rules, self.fields, self.calibration = rules, fields, calibration
+        self._words: Vocabulary = vocabulary(rules.encoding)
+        self._tag = rules.tag
+
+    @property
+    def encoding(self) -> str:
+        """The name of the vocabulary that it counts with."""
+        return self.rules.encoding
+
+    @cached_property
+    def fixed(self) -> int:
+        """Tokens of everything but the messages: tools, response_format, tool_choice, priming, and what the upstream adds."""
+        return math.ceil(self._fixed * self.calibration.slope + self.calibration.offset)
+
+    def text(self, text: str) -> int:
+        """Tokens of a plain string."""
+        return math.ceil(self._words.count(text) * self.calibration.slope)
+
+    def message(self, message: Message) -> int:
+        """Tokens that this message adds; of a batch's results, what each would cost alone."""
+        return math.ceil(self._step((message,)) * self.calibration.slope)
+
+    def total(self, messages: Sequence[Message]) -> int:
+        """Tokens of the whole request with these messages."""
+        return math.ceil(self.raw(messages) * self.calibration.slope + self.calibration.offset)
+
+    def raw(self, messages: Sequence[Message]) -> int:
+        """Our own count of the whole request, before calibration: what calibration learns from."""
+        return self._fixed + sum(map(self._step, steps(messages))) + self._instructed(messages)
+
+    def cold_bytes(self, messages: Sequence[Message]) -> int:
+        """UTF-8 bytes of text that a `total` of these messages would have to tokenize now."""
+        cold = sum(self._cold(step) for step in steps(messages) if (self._tag, step) not in _STEPS)
+        if self._tools_key not in _FIELDS:
+            cold += len(self._tools_key[1]) + len(self._tools_key[2])
+        return cold
+
+    # What the messages cost.
+
+    def _step(self, step: Step) -> int:
+        key = (self._tag, step)
+        size = sum(map(_size, step))
+        cost = _STEPS.get(key, size)
+        if cost is None:
+            cost = sum(cost for _, cost in self.costs(step))
+            _STEPS.put(key, size, cost)
+        return cost
+
+    def _cold(self, step: Step) -> int:
+        return sum(utf8_size(text) for message in step for text in _texts(message) if not self._words.knows(text))
+
+    def costs(self, step: Step) -> Iterator[tuple[int, int]]:
+        """(index in the step, tokens) of everything in it."""
+        head = step[0]
+        calls = head.calls
+        batch = len(calls) > 1 and not self.rules.reasoning
+        for index, message in enumerate(step):
+            yield index, self._media(message)
+            if index and batch:
+                continue
+            if message.is_result:
+                yield index, self._result(message, _called(message, index, calls))
+            else:
+                yield index, self._said(message)
+        if batch:
+            yield from self._batch(step)
+
+    def _said(self, message: Message) -> int:
+        count = self._words.count
+        calls = message.calls
+        tokens = 0 if calls and not message.text else 3 + count(message.role) + count(message.text)
+        if message.name:
+            tokens += count(message.name)
+        if len(calls) == 1 or (calls and self.rules.reasoning):
+            tokens += sum(self._call(call, len(calls) > 1) for call in calls)
+        return tokens
+
+    def _call(self, call: ToolCall, parallel: bool) -> int:
+        count = self._words.count
+        tokens = count(f" to=functions.{call.name}") + count(_compact(call.arguments))
+        if parallel:
+            return tokens + 9
+        return tokens + 5 + count("assistant") + (4 if self.rules.gpt5 else 0)
+
+    def _result(self, message: Message, name: str) -> int:
+        count = self._words.count
+        return 3 + count(f"functions.{name}") + count(message.text) + (2 if self.rules.gpt5 else 0)
+
+    def _batch(self, step: Step) -> Iterator[tuple[int, int]]:
+        """Parallel calls are sent as one message with a JSON body, their results as one JSON list."""
+        count = self._words.count
+        uses = ",".join(
+            f'{{"recipient_name":"functions.{call.name}","parameters":{_compact(call.arguments or "{}")}}}'
+            for call in step[0].calls
+        )
+        yield 0, 3 + count("assistant") + count(" to=multi_tool_use.parallel") + count(f'{{"tool_uses":[{uses}]}}')
+        if len(step) > 1:
+            results = [_parsed(message.text) for message in step[1:]]
+            whole = 6 + count("multi_tool_use.parallel") + count(_dump(results))
+            yield from _shared(whole, step)
+
+    def _media(self, message: Message) -> int:
+        return sum(self._opaque(part) for part in message.parts if isinstance(part, Opaque))
+
+    def _opaque(self, part: Opaque) -> int:
+        if part.kind == "image":
+            return images.picture(self.rules.rate, part.raw)
+        if part.kind == "audio":
+            return images.recording(part.raw)
+        if part.kind == "file":
+            return images.document(part.raw)
+        if part.raw.strip() in _NOTHING or (self.rules.openai and part.place not in _SHOWN):
+            return 0
+        return self._words.count(part.raw.decode("utf-8", "replace"))
+
+    # What stands around them.
+
+    @cached_property
+    def _tools_key(self) -> tuple[str, bytes, bytes]:
+        return (self._tag, self.fields.get("tools", b""), self.fields.get("functions", b""))
+
+    @property
+    def offers_tools(self) -> bool:
+        return bool(self._offered)
+
+    @cached_property
+    def _offered(self) -> int:
+        """Tokens of the tools as the model reads them."""
+        _, offered, legacy = key = self._tools_key
+        if not offered and not legacy:
+            return 0
+        size = len(offered) + len(legacy)
+        cost = _FIELDS.get(key, size)
+        if cost is None:
+            named = tools.functions(_json(offered), _json(legacy))
+            cost = self._words.count(tools.render(named, multiline=self.rules.reasoning)) if named else 0
+            _FIELDS.put(key, size, cost)
+        return cost
+
+    @cached_property
+    def tools(self) -> int:
+        """Tokens of the tools and of what introduces them, before calibration."""
+        if not self._offered:
+            return 0
+        if self.rules.reasoning:
+            return self._offered + (90 if self.rules.gpt5 else 10)
+        return self._offered + 9
+
+    @cached_property
+    def _fixed(self) -> int:
+        return self.rules.priming + self.tools + self._forced() + self._format()
+
+    def _forced(self) -> int:
+        choice = _json(self.fields.get("tool_choice", b"")) or _json(self.fields.get("function_call", b""))
+        if not isinstance(choice, dict) or self.rules.gpt5:
+            return 0
+        function = choice.get("function")
+        name = (function if isinstance(function, dict) else choice).get("name")
+        return 7 + self._words.count(name) if isinstance(name, str) and name else 0
+
+    def _format(self) -> int:
+        wanted = _json(self.fields.get("response_format", b""))
+        if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+            return 0
+        described = wanted.get("json_schema")
+        described = described if isinstance(described, dict) else {}
+        schema = _without(described.get("schema"), 0)
+        words = (described.get("name"), described.get("description"))
+        return 11 + self._words.count(_minimal(schema)) + sum(self._words.count(word) for word in words if isinstance(word, str))
+
+    def _instructed(self, messages: Sequence[Message]) -> int:
+        """What the tools change about the first system message: they follow it in the same message, after a newline."""
+        if not self._offered or self.rules.reasoning:
+            return 0
+        first = next((message for message in messages if message.is_instruction), None)
+        if first is None:
+            return 0
+        return self._words.count(first.text + "\n") - self._words.count(first.text) - 4
+
+
+_SHOWN = frozenset({"content", "message", "refusal"})
+"""Where OpenAI's own models see what we do not read; reasoning and vendors' fields are dropped before them."""
+
+_NOTHING = frozenset({b"", b"null", b"[]", b"{}", b'""', b"false"})
+
+
+def ruler(
+    model: str, fields: Mapping[str, bytes], *, encoding: str | None = None, calibration: Calibration | None = None
+) -> ChatRuler:
+    """The ruler of a request.
+
+    model: the name as the client wrote it. fields: the raw JSON of every top-level field of the body but `messages`.
+    encoding: from the configuration, instead of the one that the name tells. calibration: what was learned about this
+    upstream and model; None takes our own count as it is.
+    """
+    return ChatRuler(dialect(model, encoding), fields, calibration or EXACT)
+
+
+def steps(messages: Sequence[Message]) -> Iterator[Step]:
+    """The messages in groups that have one cost: a message, or calls together with the results that follow them."""
+    start = 0
+    while start < len(messages):
+        stop = start + 1
+        if messages[start].calls:
+            while stop < len(messages) and messages[stop].is_result:
+                stop += 1
+        yield tuple(messages[start:stop])
+        start = stop
+
+
+def _texts(message: Message) -> Iterator[str]:
+    for part in message.parts:
+        if isinstance(part, ToolCall):
+            yield part.arguments
+        elif isinstance(part, (Text, ToolResult)):
+            yield part.text
+
+
+def _size(message: Message) -> int:
+    total = 400
+    for part in message.parts:
+        if isinstance(part, ToolCall):
+            total += len(part.arguments)
+        elif isinstance(part, Opaque):
+            total += len(part.raw)
+        else:
+            total += len(part.text)
+    return total
+
+
+def _called(message: Message, index: int, calls: tuple[ToolCall, ...]) -> str:
+    """The name of the function that this result answers: by id, else by its own name, else by its place."""
+    result = next((part for part in message.parts if isinstance(part, ToolResult)), None)
+    if result is None:
+        return message.name or ""
+    for call in calls:
+        if call.id is not None and call.id == result.call_id:
+            return call.name
+    if result.name:
+        return result.name
+    return calls[index - 1].name if 0 < index <= len(calls) else ""
+
+
+def _shared(whole: int, step: Step) -> Iterator[tuple[int, int]]:
+    """The cost of a merged list of results, spread over them by their length."""
+    lengths = [len(message.text) + 1 for message in step[1:]]
+    left, weight = whole, sum(lengths)
+    for index, length in enumerate(lengths, 1):
+        share = left * length // weight
+        yield index, share
+        left, weight = left - share, weight - length
+
+
+def _json(raw: bytes) -> Any:
+    """The value, or None for what is not JSON."""
+    if not raw:
+        return None
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _dump(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _minimal(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _compact(arguments: str) -> str:
+    """The arguments as they are written again by the upstream; as they came when they are not JSON."""
+    try:
+        return json.dumps(json.loads(arguments), ensure_ascii=False, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _without(schema: object, depth: int, names: bool = False) -> Any:
+    """The schema without the keywords that are not shown to the model. names: the keys are property names, not keywords."""
+    if depth > 100:
+        return None
+    if isinstance(schema, dict):
+        return {
+            key: _without(value, depth + 1, key in ("properties", "$defs"))
+            for key, value in schema.items()
+            if names or key not in ("additionalProperties", "required")
+        }
+    if isinstance(schema, list):
+        return [_without(each, depth + 1) for each in schema]
+    return schema

@@ -1,0 +1,144 @@
+"""How the upstream shows tools to its model: JSON schemas written as TypeScript."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+DEEPEST = 24
+"""Levels of a schema that are written; what lies deeper is `any`."""
+
+MOST_NODES = 20_000
+"""Schema nodes written in one rendering: references that multiply would never end."""
+
+
+def functions(tools: object, legacy: object) -> list[Mapping[str, Any]]:
+    """The functions of a request's decoded `tools` and `functions` fields; entries that are none are left out."""
+    found: list[Mapping[str, Any]] = []
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict):
+            found.append(function)
+    found.extend(each for each in (legacy if isinstance(legacy, list) else ()) if isinstance(each, dict))
+    return found
+
+
+def render(offered: Sequence[Mapping[str, Any]], *, multiline: bool = False) -> str:
+    """The TypeScript of these functions. multiline: objects always take a line per property."""
+    lines = ["namespace functions {", ""]
+    left = MOST_NODES
+    for function in offered:
+        schema = function.get("parameters")
+        writer = _Writer(schema if isinstance(schema, dict) else {}, multiline, left)
+        lines += [*writer.function(function), ""]
+        left = writer.left
+    return "\n".join([*lines, "} // namespace functions"])
+
+
+class _Writer:
+    """Writes the schemas of one function; `root` is where its references point into."""
+
+    def __init__(self, root: dict[str, Any], multiline: bool, left: int) -> None:
+        self.root, self.multiline, self.left = root, multiline, left
+
+    def function(self, function: Mapping[str, Any]) -> Iterator[str]:
+        name = function.get("name", "")
+        yield from _comment(function.get("description"))
+        yield from _comment(self.root.get("title"))
+        yield from _comment(self.root.get("description"))
+        if isinstance(self.root.get("properties"), dict) and self.root["properties"]:
+            yield f"type {name} = (_: {self.object(self.root, 0)}) => any;"
+        else:
+            yield f"type {name} = () => any;"
+
+    def resolved(self, schema: object) -> dict[str, Any]:
+        """The schema with its reference followed, its own keywords on top."""
+        if not isinstance(schema, dict):
+            return {}
+        for _ in range(16):
+            reference = schema.get("$ref")
+            if not isinstance(reference, str):
+                return schema
+            target: Any = self.root
+            for word in reference.lstrip("#/").split("/"):
+                target = target.get(word) if isinstance(target, dict) else None
+            own = {key: value for key, value in schema.items() if key != "$ref"}
+            schema = {**target, **own} if isinstance(target, dict) else own
+        return {}
+
+    def comments(self, schema: dict[str, Any]) -> list[str]:
+        return [*_comment(schema.get("title")), *_comment(schema.get("description"))]
+
+    def type(self, schema: object, depth: int) -> str:
+        self.left -= 1
+        if not isinstance(schema, dict) or depth > DEEPEST or self.left < 0:
+            return "any"
+        schema = self.resolved(schema)
+        for word in ("anyOf", "oneOf"):
+            if isinstance(schema.get(word), list):
+                return " | ".join(self.type(each, depth + 1) for each in schema[word])
+        every = schema.get("allOf")
+        if isinstance(every, list) and len(every) == 1:
+            return self.type(every[0], depth + 1)
+        if "const" in schema:
+            return _literal(schema["const"])
+        if isinstance(schema.get("enum"), list) and schema["enum"]:
+            return " | ".join(map(_literal, schema["enum"]))
+        return self.plain(schema, depth)
+
+    def plain(self, schema: dict[str, Any], depth: int) -> str:
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            return self.either(schema, kind, depth)
+        if kind in ("integer", "number"):
+            return "number"
+        if kind in ("string", "boolean", "null"):
+            return str(kind)
+        if kind == "array":
+            return self.array(schema, depth)
+        if isinstance(schema.get("properties"), dict) and schema["properties"]:
+            return self.object(schema, depth + 1)
+        return "object" if kind == "object" else "any"
+
+    def either(self, schema: dict[str, Any], kinds: list[Any], depth: int) -> str:
+        written = [self.type({**schema, "type": kind}, depth + 1) for kind in kinds]
+        if schema.get("description") and depth > 1:
+            return "\n" + "\n".join(f"| {each} // {schema['description']}" for each in written)
+        return " | ".join(written)
+
+    def array(self, schema: dict[str, Any], depth: int) -> str:
+        if not schema.get("items"):
+            return "any[]"
+        item = self.type(schema["items"], depth + 1)
+        if item.startswith("{"):
+            inside = self.comments(self.resolved(schema["items"]))
+            return "\n".join(["Array<", *inside, item, ">"])
+        return f"Array<{item}>" if " | " in item else f"{item}[]"
+
+    def object(self, schema: dict[str, Any], depth: int) -> str:
+        needed = schema.get("required")
+        required = {name for name in needed if isinstance(name, str)} if isinstance(needed, list) else set()
+        lines: list[str] = []
+        fields: list[str] = []
+        plain = not self.multiline
+        for key, value in schema["properties"].items():
+            known = self.resolved(value)
+            comments = self.comments(known)
+            default = f" // default: {_literal(known['default'])}" if "default" in known else ""
+            field = f"{key}{'' if key in required else '?'}: {self.type(known, depth)}"
+            plain = plain and not comments and not default and "\n" not in field
+            fields.append(field)
+            lines += [*comments, f"{field},{default}"]
+        return "{ " + ", ".join(fields) + " }" if plain else "\n".join(["{", *lines, "}"])
+
+
+def _comment(text: object) -> list[str]:
+    return [f"// {line.strip()}" for line in str(text).split("\n") if line.strip()] if text else []
+
+
+def _literal(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        return "any"

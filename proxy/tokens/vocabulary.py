@@ -1,0 +1,258 @@
+"""Which words a model knows: the encodings and their rank files (in the package; no network, nothing written).
+
+A rank file is gzip over: the number of tokens (4 bytes, big-endian), one length byte per token, then the tokens' bytes; the
+rank of a token is its place in the file.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import zlib
+from collections.abc import Hashable, Mapping
+from functools import lru_cache
+from gzip import decompress
+from importlib.resources import files
+from typing import Generic, TypeVar
+
+import tiktoken
+
+Key = TypeVar("Key", bound=Hashable)
+
+O200K = "o200k_base"
+CL100K = "cl100k_base"
+HARMONY = "o200k_harmony"
+ENCODINGS = (O200K, CL100K, HARMONY)
+
+PATTERNS = {
+    O200K: "|".join(
+        (
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
+    ),
+    CL100K: (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
+        r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
+    ),
+}
+PATTERNS[HARMONY] = PATTERNS[O200K]
+
+SPECIAL = {
+    O200K: {"<|endoftext|>": 199999, "<|endofprompt|>": 200018},
+    CL100K: {
+        "<|endoftext|>": 100257,
+        "<|fim_prefix|>": 100258,
+        "<|fim_middle|>": 100259,
+        "<|fim_suffix|>": 100260,
+        "<|endofprompt|>": 100276,
+    },
+    HARMONY: {f"<|reserved_{number}|>": number for number in range(200000, 201088)},
+}
+for _number, _word in {
+    199998: "startoftext",
+    199999: "endoftext",
+    200002: "return",
+    200003: "constrain",
+    200005: "channel",
+    200006: "start",
+    200007: "end",
+    200008: "message",
+    200012: "call",
+}.items():
+    SPECIAL[HARMONY].pop(f"<|reserved_{_number}|>", None)
+    SPECIAL[HARMONY][f"<|{_word}|>"] = _number
+# 200018 has both names in the published definition.
+SPECIAL[HARMONY]["<|endofprompt|>"] = 200018
+
+SLICE = 100_000
+"""Characters handed to the tokenizer at once: it panics on one run of about a million, and a slice costs at most a token."""
+
+SEARCH = 2_000
+"""How far back from the end of a slice a word boundary is looked for: longer words than this are not words."""
+
+REMEMBERED_BYTES = 16 * 2**20
+"""Per encoding: the strings of about twenty long conversations."""
+
+_BOUNDARY = re.compile(r"[^\s] (?=[^\W\d_])")
+
+
+class Remembered(Generic[Key]):
+    """What was counted before, bounded in bytes: key → tokens. Reads take no lock.
+
+    Two generations: new entries go to the young one; when it holds half of the bytes it becomes the old one, and what was
+    old and not asked for again is forgotten.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._half = limit // 2
+        self._young: dict[Key, int] = {}
+        self._old: dict[Key, int] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Key, size: int) -> int | None:
+        """The tokens of `key` (of `size` bytes), or None."""
+        found = self._young.get(key)
+        if found is None:
+            found = self._old.get(key)
+            if found is not None:
+                self.put(key, size, found)
+        return found
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._young or key in self._old
+
+    def put(self, key: Key, size: int, tokens: int) -> None:
+        if size > self._half:
+            return
+        with self._lock:
+            if key in self._young:
+                return
+            if self._bytes + size > self._half:
+                self._old, self._young, self._bytes = self._young, {}, 0
+            self._young[key] = tokens
+            self._bytes += size
+
+    def clear(self) -> None:
+        with self._lock:
+            self._young, self._old, self._bytes = {}, {}, 0
+
+
+class Vocabulary:
+    """One encoding. Loaded at the first count; a rank file that cannot be read makes every count an estimate, and says so."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.degraded = False
+        self._encoding: tiktoken.Encoding | None = None
+        self._lock = threading.Lock()
+        self._known: Remembered[str] = Remembered(REMEMBERED_BYTES)
+
+    def load(self) -> bool:
+        """Read the ranks now (200 ms for o200k) instead of at the first count; False: they cannot be read."""
+        if self._encoding is None and not self.degraded:
+            with self._lock:
+                if self._encoding is None and not self.degraded:
+                    try:
+                        self._encoding = _encoding(self.name)
+                    except (OSError, EOFError, zlib.error, ValueError):
+                        self.degraded = True
+        return not self.degraded
+
+    def knows(self, text: str) -> bool:
+        """Whether counting this string again would cost nothing."""
+        return text in self._known
+
+    def count(self, text: str) -> int:
+        """Tokens of a string, special tokens read as the plain words that a user pasted."""
+        if not text:
+            return 0
+        size = text.__sizeof__()
+        tokens = self._known.get(text, size)
+        if tokens is None:
+            tokens = self._count(text)
+            self._known.put(text, size, tokens)
+        return tokens
+
+    def _count(self, text: str) -> int:
+        if not self.load() or self._encoding is None:
+            return estimate(text)
+        if len(text) <= SLICE:
+            return _encoded(self._encoding, text)
+        total = start = 0
+        while start < len(text):
+            stop = _cut(text, start)
+            total += _encoded(self._encoding, text[start:stop])
+            start = stop
+        return total
+
+
+def estimate(text: str) -> int:
+    """Tokens when no vocabulary can tell: a third of the UTF-8 bytes, which seldom is too few."""
+    return -(-utf8_size(text) // 3)
+
+
+def utf8_size(text: str) -> int:
+    """Bytes of the text in UTF-8, lone surrogates included."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _encoded(encoding: tiktoken.Encoding, text: str) -> int:
+    try:
+        return len(encoding.encode_ordinary(text))
+    except BaseException as error:
+        # The Rust side's panics derive from BaseException and have no importable class.
+        if type(error).__name__ != "PanicException":
+            raise
+        return estimate(text)
+
+
+def _cut(text: str, start: int) -> int:
+    """Where the slice from `start` ends: before the space of a word, which is where the tokenizer itself would split."""
+    stop = start + SLICE
+    if stop >= len(text):
+        return len(text)
+    boundaries = [found.start() + 1 for found in _BOUNDARY.finditer(text, stop - SEARCH, stop)]
+    return boundaries[-1] if boundaries else stop
+
+
+def _encoding(name: str) -> tiktoken.Encoding:
+    file = CL100K if name == CL100K else O200K
+    packed = files(__package__).joinpath(f"{file}.ranks.gz").read_bytes()
+    return tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=unpack(packed), special_tokens=SPECIAL[name])
+
+
+def unpack(packed: bytes) -> dict[bytes, int]:
+    """The ranks of a rank file. Raises OSError, EOFError, zlib.error or ValueError when it is not one."""
+    data = decompress(packed)
+    count = int.from_bytes(data[:4], "big")
+    at = 4 + count
+    ranks = {}
+    for rank, length in enumerate(data[4:at]):
+        ranks[data[at : at + length]] = rank
+        at += length
+    if not count or at != len(data) or len(ranks) != count:
+        raise ValueError("not a rank file")
+    return ranks
+
+
+_VOCABULARIES = {name: Vocabulary(name) for name in ENCODINGS}
+
+
+def vocabulary(name: str) -> Vocabulary:
+    """The one shared vocabulary of this encoding; o200k_base for a name that we do not have."""
+    return _VOCABULARIES.get(name) or _VOCABULARIES[O200K]
+
+
+def degraded() -> Mapping[str, bool]:
+    """Encoding → its ranks could not be read, so that its counts are estimates. False as well when it was not needed yet."""
+    return {name: each.degraded for name, each in _VOCABULARIES.items()}
+
+
+_OLDER = re.compile(r"gpt-?(3\.?5|4(?![\w.])|4-(0314|0613|32k|turbo|1106|0125|vision|\d{4}-))|text-embedding|^gpt-4$")
+
+
+@lru_cache(maxsize=1024)
+def bare_name(model: str) -> str:
+    """The model's own name: without provider prefixes, deployment paths and fine-tune suffixes; lower case, at most 128 long."""
+    name = model[:1024].strip().lower().rstrip("/").rsplit("/", 1)[-1]
+    if name.startswith("ft:"):
+        name = name[3:]
+    if "gpt" in name or name.startswith("o"):
+        name = name.split(":", 1)[0] if not name.startswith("gpt-oss") else name
+    return name.removeprefix("openai.").removeprefix("azure.")[:128]
+
+
+@lru_cache(maxsize=1024)
+def encoding_name(model: str) -> str:
+    """The encoding of a model, by its name; o200k_base where nothing better is known."""
+    name = bare_name(model)
+    if name.startswith("gpt-oss"):
+        return HARMONY
+    return CL100K if _OLDER.match(name) else O200K
