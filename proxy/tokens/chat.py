@@ -21,6 +21,19 @@ REMEMBERED_BYTES = 16 * 2**20
 _OPENAI = re.compile(r"(gpt-|chatgpt|o[134](-|$)|codex)")
 _REASONING = re.compile(r"(gpt-5|o[134](-|$)|codex)")
 
+SEAM = 64
+"""Characters at the end of a text that what follows it can merge with."""
+
+UNSEEN_KEYWORDS = frozenset(
+    {
+        *("additionalProperties", "required", "default", "format", "pattern", "minLength", "maxLength"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *("minItems", "maxItems", "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"),
+        *("minProperties", "maxProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
+    }
+)
+"""Schema keywords that bind the answer's form but are not shown to the model."""
+
 Step = tuple[Message, ...]
 
 
@@ -64,7 +77,10 @@ class ChatRuler:
     def __init__(self, rules: Dialect, fields: Mapping[str, bytes], calibration: Calibration) -> None:
         self.rules, self.fields, self.calibration = rules, fields, calibration
         self._words: Vocabulary = vocabulary(rules.encoding)
-        self._tag = rules.tag
+
+    @cached_property
+    def _tag(self) -> str:
+        return f"{self.rules.tag}/{self._answered}"
 
     @property
     def encoding(self) -> str:
@@ -133,6 +149,8 @@ class ChatRuler:
         count = self._words.count
         calls = message.calls
         tokens = 0 if calls and not message.text else 3 + count(message.role) + count(message.text)
+        if message.role == "assistant" and not calls:
+            tokens += self._answered
         if message.name:
             tokens += count(message.name)
         if len(calls) == 1 or (calls and self.rules.reasoning):
@@ -212,7 +230,7 @@ class ChatRuler:
 
     @cached_property
     def _fixed(self) -> int:
-        return self.rules.priming + self.tools + self._forced() + self._format()
+        return self.rules.priming + self.tools + self._forced() + self._format
 
     def _forced(self) -> int:
         choice = _json(self.fields.get("tool_choice", b"")) or _json(self.fields.get("function_call", b""))
@@ -222,24 +240,37 @@ class ChatRuler:
         name = (function if isinstance(function, dict) else choice).get("name")
         return 7 + self._words.count(name) if isinstance(name, str) and name else 0
 
+    @cached_property
+    def _wanted(self) -> Format | None:
+        """The JSON schema that the answer must follow."""
+        return read_format(_json(self.fields.get("response_format", b"")))
+
+    @cached_property
     def _format(self) -> int:
-        wanted = _json(self.fields.get("response_format", b""))
-        if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        """Tokens of the wanted format, which stands after the tools, or alone in a system message of its own."""
+        wanted = self._wanted
+        if wanted is None:
             return 0
-        described = wanted.get("json_schema")
-        described = described if isinstance(described, dict) else {}
-        schema = _without(described.get("schema"), 0)
-        words = (described.get("name"), described.get("description"))
-        return 11 + self._words.count(_minimal(schema)) + sum(self._words.count(word) for word in words if isinstance(word, str))
+        text = wanted.render(after_tools=bool(self._offered))
+        if self._offered:
+            return self._words.count(f"\n\n{text}")
+        return self._words.count(text) + 4 + (0 if wanted.strict else 1)
+
+    @cached_property
+    def _answered(self) -> int:
+        """What an earlier answer costs more when a format is wanted: it is addressed to that format."""
+        return 0 if self._wanted is None else 2 + self._words.count(self._wanted.name)
 
     def _instructed(self, messages: Sequence[Message]) -> int:
-        """What the tools change about the first system message: they follow it in the same message, after a newline."""
-        if not self._offered or self.rules.reasoning:
+        """What tools and format change about the first system message: they follow it there instead of in one of their own."""
+        if self.rules.reasoning or not (self._offered or self._wanted):
             return 0
         first = next((message for message in messages if message.is_instruction), None)
         if first is None:
             return 0
-        return self._words.count(first.text + "\n") - self._words.count(first.text) - 4
+        # Only the last word of the text can merge with the newline.
+        end = first.text[-SEAM:]
+        return self._words.count(end + "\n") - self._words.count(end) - 4
 
 
 _SHOWN = frozenset({"content", "message", "refusal"})
@@ -340,8 +371,9 @@ def _dump(value: object) -> str:
 
 
 def _minimal(value: object) -> str:
+    """Schemas are shown in ASCII: a dash becomes an escape of four tokens."""
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return json.dumps(value, separators=(",", ":"))
     except (ValueError, RecursionError):
         return ""
 
@@ -354,16 +386,48 @@ def _compact(arguments: str) -> str:
         return arguments
 
 
-def _without(schema: object, depth: int, names: bool = False) -> Any:
+@dataclass(frozen=True, slots=True)
+class Format:
+    """The schema of a `response_format`. strict: the answer is held to it."""
+
+    name: str
+    description: str
+    schema: Any
+    strict: bool
+
+    def render(self, *, after_tools: bool) -> str:
+        """The section of the system message that shows it."""
+        lines = "\n".join(("# Response Formats", "", f"## {self.name}", "", ""))
+        told = f"// {self.description}\n" if self.description else ""
+        head = "" if after_tools else f"type {self.name} = "
+        return f"{lines}{told}{head}{_minimal(_shown(self.schema, 0))}"
+
+
+def read_format(wanted: object) -> Format | None:
+    """The format within a decoded `response_format`; None when it asks for no schema."""
+    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
+        return None
+    described = wanted.get("json_schema")
+    described = described if isinstance(described, dict) else {}
+    name, description = described.get("name"), described.get("description")
+    return Format(
+        name if isinstance(name, str) else "",
+        description if isinstance(description, str) else "",
+        described.get("schema"),
+        described.get("strict") is True,
+    )
+
+
+def _shown(schema: object, depth: int, names: bool = False) -> Any:
     """The schema without the keywords that are not shown to the model. names: the keys are property names, not keywords."""
     if depth > 100:
         return None
     if isinstance(schema, dict):
         return {
-            key: _without(value, depth + 1, key in ("properties", "$defs"))
+            key: _shown(value, depth + 1, key in ("properties", "$defs"))
             for key, value in schema.items()
-            if names or key not in ("additionalProperties", "required")
+            if names or key not in UNSEEN_KEYWORDS
         }
     if isinstance(schema, list):
-        return [_without(each, depth + 1) for each in schema]
+        return [_shown(each, depth + 1) for each in schema]
     return schema
