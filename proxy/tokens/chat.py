@@ -166,7 +166,8 @@ class ChatRuler:
 
     def _result(self, message: Message, name: str) -> int:
         count = self._words.count
-        return 3 + count(f"functions.{name}") + count(message.text) + (2 if self.rules.gpt5 else 0)
+        # The name is a word of its own here: its dot does not merge with it.
+        return 4 + count(name) + count(message.text) + (2 if self.rules.gpt5 else 0)
 
     def _batch(self, step: Step) -> Iterator[tuple[int, int]]:
         """Parallel calls are sent as one message with a JSON body, their results as one JSON list."""
@@ -215,7 +216,7 @@ class ChatRuler:
         cost = _FIELDS.get(key, size)
         if cost is None:
             named = tools.functions(_json(offered), _json(legacy))
-            cost = self._words.count(tools.render(named, multiline=self.rules.reasoning)) if named else 0
+            cost = self._words.count(tools.render(named)) if named else 0
             _FIELDS.put(key, size, cost)
         return cost
 
@@ -225,7 +226,7 @@ class ChatRuler:
         if not self._offered:
             return 0
         if self.rules.reasoning:
-            return self._offered + (90 if self.rules.gpt5 else 10)
+            return self._offered + (91 if self.rules.gpt5 else 10)
         return self._offered + 9
 
     @cached_property
@@ -238,7 +239,7 @@ class ChatRuler:
             return 0
         function = choice.get("function")
         name = (function if isinstance(function, dict) else choice).get("name")
-        return 7 + self._words.count(name) if isinstance(name, str) and name else 0
+        return 4 + self._words.count(f" to=functions.{name}") if isinstance(name, str) and name else 0
 
     @cached_property
     def _wanted(self) -> Format | None:
@@ -365,7 +366,7 @@ def _parsed(text: str) -> object:
 
 def _dump(value: object) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value)
     except (ValueError, RecursionError):
         return ""
 

@@ -24,13 +24,13 @@ def functions(tools: object, legacy: object) -> list[Mapping[str, Any]]:
     return found
 
 
-def render(offered: Sequence[Mapping[str, Any]], *, multiline: bool = False) -> str:
-    """The TypeScript of these functions. multiline: objects always take a line per property."""
+def render(offered: Sequence[Mapping[str, Any]]) -> str:
+    """The TypeScript of these functions."""
     lines = ["namespace functions {", ""]
     left = MOST_NODES
     for function in offered:
         schema = function.get("parameters")
-        writer = _Writer(schema if isinstance(schema, dict) else {}, multiline, left)
+        writer = _Writer(schema if isinstance(schema, dict) else {}, left)
         lines += [*writer.function(function), ""]
         left = writer.left
     return "\n".join([*lines, "} // namespace functions"])
@@ -39,8 +39,8 @@ def render(offered: Sequence[Mapping[str, Any]], *, multiline: bool = False) -> 
 class _Writer:
     """Writes the schemas of one function; `root` is where its references point into."""
 
-    def __init__(self, root: dict[str, Any], multiline: bool, left: int) -> None:
-        self.root, self.multiline, self.left = root, multiline, left
+    def __init__(self, root: dict[str, Any], left: int) -> None:
+        self.root, self.left = root, left
 
     def function(self, function: Mapping[str, Any]) -> Iterator[str]:
         name = function.get("name", "")
@@ -121,7 +121,7 @@ class _Writer:
         required = {name for name in needed if isinstance(name, str)} if isinstance(needed, list) else set()
         lines: list[str] = []
         fields: list[str] = []
-        plain = not self.multiline
+        plain = True
         for key, value in schema["properties"].items():
             known = self.resolved(value)
             comments = self.comments(known)
