@@ -1,0 +1,292 @@
+"""Taking up where an earlier event left off, and finding the same events again when nobody remembers them.
+
+A client sends its whole history each turn. Whatever was forwarded for it follows from that history alone: the requests that it
+must have sent are the prefixes before each assistant message, and an event happened at the first of them that was too large.
+So a proxy that lost its store, or never saw the conversation, comes to the same bytes by going through these points again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from proxy.checkpoints.chain import Chain
+from proxy.checkpoints.checkpoint import Checkpoint
+from proxy.compaction import CompactionResult, Stop
+from proxy.conversation import Conversation, Message, ToolResult
+from proxy.errors import Unreadable
+from proxy.wire.chat_completions import read_message, write_message
+
+Parse = Callable[[bytes], Message]
+"""A message from its JSON: `read_message`, or a MessageCache's `get`. May raise Unreadable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """When an event is due, in tokens.
+
+    fixed: what every request carries besides its history: tools, preamble, priming. cost: of one message. trigger: an event is
+    due above it. min_gain: so many new tokens must have come since the last event, or the last try, before the next.
+    """
+
+    fixed: int
+    cost: Callable[[Message], int]
+    trigger: int
+    min_gain: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What an event made of a request. ledger: what the next event needs to know of it, opaque here."""
+
+    result: CompactionResult
+    ledger: bytes = b""
+
+
+Decide = Callable[[Conversation, Checkpoint | None, bool], Decision | None]
+"""(what would be forwarded, the checkpoint behind it, is it the request that waits?) → the event; None when there is none.
+
+Must depend on its arguments alone, or a replay differs; only for the waiting request may it use more (a model's summary).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """conversation: what to forward. checkpoint: the one behind it, if any. made: new ones with their keys, oldest first.
+
+    live: the event of the waiting request itself, if it had one; resumed: the conversation before that event.
+    complete: False when `stop` said so before the end; then nothing of this should be used.
+    """
+
+    conversation: Conversation
+    resumed: Conversation
+    checkpoint: Checkpoint | None = None
+    made: tuple[tuple[bytes, Checkpoint], ...] = ()
+    live: Decision | None = None
+    complete: bool = True
+
+
+class Refusals:
+    """Points of histories where an event was tried in vain: going through them again would come to the same nothing."""
+
+    def __init__(self, limit: int = 16_384) -> None:
+        self._limit = limit
+        self._keys: dict[bytes, None] = {}
+
+    def add(self, key: bytes) -> None:
+        if len(self._keys) >= self._limit:
+            del self._keys[next(iter(self._keys))]
+        self._keys[key] = None
+
+    def __contains__(self, key: bytes | None) -> bool:
+        return key in self._keys
+
+
+def decision_points(conversation: Conversation) -> tuple[int, ...]:
+    """Where a request must have been sent, as numbers of messages after the preamble, ascending; the last is all of them."""
+    start, steps = len(conversation.preamble), conversation.steps
+    points: list[int] = []
+    for before, step in pairwise(steps):
+        answered = not before.is_pending and before.messages[-1].role != "assistant"
+        if step.head.role == "assistant" and answered:
+            points.append(step.start - start)
+    total = len(conversation.messages) - start
+    return (*points, total) if total else ()
+
+
+def resume(conversation: Conversation, checkpoint: Checkpoint, parse: Parse = read_message) -> Conversation | None:
+    """The conversation with its beginning replaced: live preamble, replacement, live rest. None when that would not be legal."""
+    start = len(conversation.preamble)
+    cut = start + checkpoint.cut
+    before = next((step for step in conversation.steps if step.stop == cut), None)
+    if checkpoint.cut <= 0 or before is None or before.is_pending:
+        return None
+    tail = conversation.messages[cut:]
+    if tail and tail[0].is_result:
+        return None
+    try:
+        replacement = tuple(parse(raw) for raw in checkpoint.replacement)
+    except Unreadable:
+        return None
+    if not _is_paired(replacement) and _is_paired(conversation.messages[start:cut]):
+        return None
+    return Conversation((*conversation.preamble, *replacement, *tail))
+
+
+def freeze(
+    history: Conversation,
+    chain: Chain,
+    before: Conversation,
+    decision: Decision,
+    *,
+    parent: tuple[bytes | None, Checkpoint | None] = (None, None),
+    model: str = "",
+    calibration: tuple[float, float] = (1.0, 0.0),
+) -> tuple[bytes, Checkpoint] | None:
+    """An event as a checkpoint with its key. history: what the client sent; before: what the event started from.
+
+    The cut is put as early as the untouched rest allows, so that edits of late messages still find it. None when the event
+    left no legal cut, or touched the preamble: it serves this request only.
+    """
+    after, start = decision.result.conversation, len(history.preamble)
+    if after.messages[:start] != history.preamble:
+        return None
+    total = len(history.messages) - start
+    untouched = min(_common_tail(before.messages, after.messages), total - (parent[1].cut if parent[1] else 0))
+    at = bisect_left(chain.cuts, total - untouched)
+    if at == len(chain.cuts) or chain.cuts[at] == 0:
+        return None
+    cut = chain.cuts[at]
+    stop = len(after.messages) - (total - cut)
+    return chain.keys[at], Checkpoint(
+        cut=cut,
+        replacement=tuple(write_message(message) for message in after.messages[start:stop]),
+        seen=total,
+        ledger=decision.ledger,
+        generation=parent[1].generation + 1 if parent[1] else 1,
+        parent=parent[0],
+        tokens_before=decision.result.tokens_before,
+        tokens_after=decision.result.tokens_after,
+        layers=decision.result.layers,
+        model=model,
+        calibration=calibration,
+    )
+
+
+def replay(
+    conversation: Conversation,
+    chain: Chain,
+    decide: Decide,
+    rule: Rule,
+    *,
+    found: tuple[int, Checkpoint] | None = None,
+    force: bool = False,
+    parse: Parse = read_message,
+    refusals: Refusals | None = None,
+    stop: Stop = lambda: False,
+    model: str = "",
+    calibration: tuple[float, float] = (1.0, 0.0),
+) -> Replayed:
+    """What to forward for this conversation, and the checkpoints on the way.
+
+    found: what the store knew (`get_longest(chain.keys)`); only what came after it is gone through. force: an event for the
+    waiting request whatever its size. Points that are not above the trigger cost one addition each.
+    """
+    start = len(conversation.preamble)
+    walk = _Walk(conversation, chain, rule, parse, found)
+    made: list[tuple[bytes, Checkpoint]] = []
+    points = decision_points(conversation)
+    live: Decision | None = None
+    resumed: Conversation | None = None
+    while (point := walk.next_point(points, force)) is not None:
+        waiting = point == points[-1]
+        if stop():
+            return Replayed(conversation, conversation, complete=False)
+        key = chain.key(point)
+        walk.tried(point)
+        if key is not None and refusals is not None and key in refusals and not (waiting and force):
+            continue
+        history = conversation if waiting else Conversation(conversation.messages[: start + point])
+        before = walk.forwarded(history)
+        decision = decide(before, walk.checkpoint, waiting)
+        if stop():
+            return Replayed(conversation, conversation, complete=False)
+        if decision is None:
+            if key is not None and refusals is not None and not (waiting and force):
+                refusals.add(key)
+            continue
+        frozen = freeze(
+            history, chain, before, decision, parent=(walk.key, walk.checkpoint), model=model, calibration=calibration
+        )
+        if waiting:
+            live, resumed = decision, before
+        if frozen is not None:
+            made.append(frozen)
+            walk.adopt(*frozen)
+        elif waiting:
+            return Replayed(decision.result.conversation, before, walk.checkpoint, tuple(made), decision)
+    forwarded = walk.forwarded(conversation)
+    return Replayed(forwarded, resumed or forwarded, walk.checkpoint, tuple(made), live)
+
+
+class _Walk:
+    """Going through the points of one history: the checkpoint in force, and from which size on an event is due."""
+
+    def __init__(
+        self, conversation: Conversation, chain: Chain, rule: Rule, parse: Parse, found: tuple[int, Checkpoint] | None
+    ) -> None:
+        self._conversation, self._rule, self._parse = conversation, rule, parse
+        self.key: bytes | None = None
+        self.checkpoint: Checkpoint | None = None
+        if found is not None and chain.cuts[found[0]] == found[1].cut and resume(conversation, found[1], parse) is not None:
+            self.key, self.checkpoint = chain.keys[found[0]], found[1]
+        start = len(conversation.preamble)
+        self._first = self.checkpoint.cut if self.checkpoint else 0
+        costs = [rule.cost(message) for message in conversation.messages[start + self._first :]]
+        self._sums = list(accumulate(costs, initial=0))
+        self._base = rule.fixed
+        self._done = 0
+        self._ended = False
+        self._due = rule.trigger
+        if self.checkpoint is not None:
+            self._stand_on(self.checkpoint)
+
+    def next_point(self, points: Sequence[int], force: bool) -> int | None:
+        """The next point where an event is due; the last one also when it is forced."""
+        if not points or self._ended:
+            return None
+        # sizes grow with the points while the checkpoint stays: the first that is too large is found by halving
+        low = bisect_left(points, self._done + 1)
+        at = bisect_left(points, self._due + 1, lo=low, key=self._size)
+        if at < len(points):
+            return points[at]
+        # the waiting request may be shorter than the one that the checkpoint was made for, and yet be another one
+        return points[-1] if force or self._size(points[-1]) > self._due else None
+
+    def tried(self, point: int) -> None:
+        """An event was tried at this point: the next one takes new tokens."""
+        self._done = point
+        self._ended = point == self._first + len(self._sums) - 1
+        self._due = max(self._rule.trigger, self._size(point) + self._rule.min_gain - 1)
+
+    def adopt(self, key: bytes, checkpoint: Checkpoint) -> None:
+        """From here on this checkpoint is in force."""
+        self.key, self.checkpoint = key, checkpoint
+        self._stand_on(checkpoint)
+
+    def forwarded(self, history: Conversation) -> Conversation:
+        """What is sent for this history."""
+        if self.checkpoint is None:
+            return history
+        return resume(history, self.checkpoint, self._parse) or history
+
+    def _stand_on(self, checkpoint: Checkpoint) -> None:
+        replaced = sum(self._rule.cost(self._parse(raw)) for raw in checkpoint.replacement)
+        self._base = self._rule.fixed + replaced - self._sums[checkpoint.cut - self._first]
+        self._done = max(checkpoint.cut, checkpoint.seen)
+        self._due = max(self._rule.trigger, checkpoint.tokens_after + self._rule.min_gain - 1)
+
+    def _size(self, point: int) -> int:
+        return self._base + self._sums[point - self._first]
+
+
+def _common_tail(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """How many messages at the end are the very same, also in their bytes."""
+    count = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        if a is not b and (a != b or a.raw != b.raw or a.raw is None):
+            break
+        count += 1
+    return count
+
+
+def _is_paired(messages: Sequence[Message]) -> bool:
+    """Every call is answered right after it, every result answers one: ids where there are any, else numbers."""
+    for step in Conversation(tuple(messages)).steps:
+        wanted = sorted(call.id or "" for call in step.head.calls)
+        given = sorted(part.call_id or "" for message in step.results for part in message.parts if isinstance(part, ToolResult))
+        if step.head.is_result or len(wanted) != len(given) or (all(wanted) and all(given) and wanted != given):
+            return False
+    return True
