@@ -65,3 +65,9 @@ class CompactionResult:
     def layers(self) -> tuple[str, ...]:
         """The layers that had a part in it, in order."""
         return tuple(report.layer for report in self.reports if report.saved > 0 and report.refused is None)
+
+
+# The rooms below speak the shapes above.
+from proxy.compaction.pipeline import compact  # noqa: E402
+
+__all__ = ["CompactionResult", "CriticalItems", "Layer", "LayerReport", "Stop", "compact"]

@@ -1,0 +1,172 @@
+"""The last resort: whatever it takes so that a request fits whose floor fits.
+
+From the mildest to the harshest: media of the history, the history itself, the live turn's tool results, its arguments,
+its media and reasoning, its words. Instructions and the user's last words are never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from proxy.compaction.autocompact import folded
+from proxy.compaction.microcompact import short_call
+from proxy.compaction.outputs import outputs, with_text
+from proxy.compaction.shorten import SMALLEST, cut_middle
+from proxy.compaction.tool_results import capped
+from proxy.conversation import Conversation, Message, Opaque, Text, ToolCall
+from proxy.tokens import Ruler
+from proxy.windows import Budget
+
+_MEDIA = frozenset({"image", "audio", "file"})
+
+
+@dataclass(frozen=True, slots=True)
+class Emergency:
+    """Runs its stages until the request fits into what is usable."""
+
+    @property
+    def name(self) -> str:
+        return "emergency"
+
+    def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
+        best, smallest = conversation, budget.ruler.total(conversation.messages)
+        for stage in _STAGES:
+            if smallest <= budget.usable:
+                return best
+            shorter = stage(best, budget)
+            if shorter is not best and (size := budget.ruler.total(shorter.messages)) < smallest:
+                best, smallest = shorter, size
+        return best
+
+
+def floor(conversation: Conversation, budget: Budget) -> int:
+    """Tokens that cannot be saved: fixed fields, instructions, the last user message, and the newest step at its shortest."""
+    return budget.ruler.total(_bare(conversation, budget.ruler).messages)
+
+
+def _bare(conversation: Conversation, ruler: Ruler) -> Conversation:
+    kept: list[Message] = list(conversation.preamble)
+    for number, step in enumerate(conversation.steps):
+        if number in conversation.protected:
+            kept.extend(step.messages)
+    bare = conversation.with_messages(kept)
+    tiny = Budget(0, 0, 0, 0, 0, ruler)
+    for stage in _LIVE:
+        bare = stage(bare, tiny)
+    return bare
+
+
+def _without_old_media(conversation: Conversation, budget: Budget) -> Conversation:
+    return _each(conversation, lambda number, message: message if number in conversation.protected else without_media(message))
+
+
+def _without_media(conversation: Conversation, budget: Budget) -> Conversation:
+    return _each(conversation, lambda number, message: message if number == conversation.last_user else without_media(message))
+
+
+def without_media(message: Message) -> Message:
+    """The message with a word in place of each image, sound and file."""
+    return (
+        message.with_parts(
+            Text(f"[{part.kind} cut to fit]")
+            if isinstance(part, Opaque) and part.kind in _MEDIA and part.place == "content"
+            else part
+            for part in message.parts
+        )
+        if not message.is_result
+        else message
+    )
+
+
+def _fold_some(conversation: Conversation, budget: Budget) -> Conversation:
+    return folded(conversation, 5, budget)
+
+
+def _fold_all(conversation: Conversation, budget: Budget) -> Conversation:
+    return folded(conversation, 0, budget)
+
+
+def _drop_history(conversation: Conversation, budget: Budget) -> Conversation:
+    kept: list[Message] = list(conversation.preamble)
+    for number, step in enumerate(conversation.steps):
+        if number in conversation.protected:
+            kept.extend(step.messages)
+    return conversation.with_messages(kept)
+
+
+def _cut_results(conversation: Conversation, budget: Budget) -> Conversation:
+    """Tool results that are left share what is left of the room; the small ones stay whole."""
+    ruler = budget.ruler
+    live = outputs(conversation)
+    sizes = [ruler.message(output.message) for output in live]
+    room = max(0, budget.usable - (ruler.total(conversation.messages) - sum(sizes)))
+    cap = _level(sizes, room)
+    messages = list(conversation.messages)
+    for output, size in zip(live, sizes, strict=True):
+        if size > cap:
+            messages[output.index] = _shortest(output.message, cap, ruler)
+    return conversation.with_messages(messages)
+
+
+def _shortest(message: Message, cap: int, ruler: Ruler) -> Message:
+    shorter = capped(message, cap, ruler)
+    if ruler.message(shorter) <= cap:
+        return shorter
+    bare = with_text(message, f"[{len(message.text):,} characters cut]")
+    return min((shorter, bare), key=ruler.message)
+
+
+def _level(sizes: list[int], total: int) -> int:
+    left, count = total, len(sizes)
+    for size in sorted(sizes):
+        if size * count > left:
+            break
+        left, count = left - size, count - 1
+    return left // count if count else max(sizes, default=0)
+
+
+def _cut_arguments(conversation: Conversation, budget: Budget) -> Conversation:
+    return _each(conversation, lambda number, message: message.with_parts(_with_shortest_arguments(message)))
+
+
+def _with_shortest_arguments(message: Message) -> Iterator[Text | ToolCall | Opaque]:
+    for part in message.parts:
+        yield short_call(part, SMALLEST) if isinstance(part, ToolCall) and len(part.arguments) > SMALLEST else part  # type: ignore[misc]
+
+
+def _without_reasoning(conversation: Conversation, budget: Budget) -> Conversation:
+    def bare(number: int, message: Message) -> Message:
+        rest = [part for part in message.parts if not (isinstance(part, Opaque) and part.kind == "reasoning")]
+        return message.with_parts(rest) if rest and message.role == "assistant" else message
+
+    return _each(conversation, bare)
+
+
+def _cut_words(conversation: Conversation, budget: Budget) -> Conversation:
+    """The assistant's words in what is left, each text cut in its middle."""
+
+    def shorter(number: int, message: Message) -> Message:
+        if message.role != "assistant" or len(message.text) <= SMALLEST:
+            return message
+        return message.with_parts(
+            Text(cut_middle(part.text, SMALLEST)) if isinstance(part, Text) and len(part.text) > SMALLEST else part
+            for part in message.parts
+        )
+
+    return _each(conversation, shorter)
+
+
+def _each(conversation: Conversation, change: Callable[[int, Message], Message]) -> Conversation:
+    """Every message of every step but instructions, changed."""
+    messages = list(conversation.messages)
+    for number, step in enumerate(conversation.steps):
+        if not step.head.is_instruction:
+            for i in range(step.start, step.stop):
+                messages[i] = change(number, messages[i])
+    return conversation.with_messages(messages)
+
+
+Stage = Callable[[Conversation, Budget], Conversation]
+_LIVE: tuple[Stage, ...] = (_cut_results, _cut_arguments, _without_reasoning, _without_media, _cut_words)
+_STAGES: tuple[Stage, ...] = (_without_old_media, _fold_some, _fold_all, _cut_results, _drop_history, *_LIVE)

@@ -1,0 +1,235 @@
+"""One event: the layers in their order, each checked, until the target is met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport, Stop
+from proxy.compaction.autocompact import AutoCompact
+from proxy.compaction.collapse import ContextCollapse
+from proxy.compaction.collapse import repair as mend
+from proxy.compaction.emergency import Emergency, floor
+from proxy.compaction.snip import Snip
+from proxy.compaction.validation import OPENAI, Needle, Rules, broken, missing, needles
+from proxy.conversation import Conversation, Message, Text, ToolResult
+from proxy.windows import Budget
+
+Repair = Callable[[Conversation, Sequence[str], Budget], Conversation]
+"""Puts lines that got lost back, word by word."""
+
+_QUOTES = 0.08  # of the target: what quotes of critical facts may take
+_BYTES_PER_TOKEN = 3
+_SLACK = 0.2  # of the target: above the floor, when the floor comes near the target
+_HEAVY = 0.5  # of what the rest of the floor leaves of the target: a newest step beyond it leaves no room
+_SPARE = 16  # tokens
+_NEAR = 1.1  # times the target: not worth losing what a milder layer has kept
+_FULL = 0.95  # of what is usable: from here on the last resort may run
+
+
+def is_lossless(layer: Layer) -> bool:
+    """It takes out only what is said elsewhere as well."""
+    return isinstance(layer, Snip)
+
+
+def starts_over(layer: Layer) -> bool:
+    """It chooses what to keep from all there was: so it starts from the conversation as it came (less what is redundant), not
+    from what milder layers that were not enough have left of it."""
+    return isinstance(layer, ContextCollapse) or (isinstance(layer, AutoCompact) and layer.level == "aggressive")
+
+
+def is_last_resort(layer: Layer) -> bool:
+    """It may touch the live turn, and is never refused for what it had to lose."""
+    return isinstance(layer, Emergency)
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    conversation: Conversation
+    tokens: int
+    reports: tuple[LayerReport, ...] = ()
+    repaired: frozenset[str] = frozenset()
+    lost: frozenset[str] = frozenset()
+
+
+def compact(
+    conversation: Conversation,
+    budget: Budget,
+    pipeline: Sequence[Layer],
+    *,
+    stop: Stop = lambda: False,
+    target: int | None = None,
+    hard: bool = False,
+    rules: Rules = OPENAI,
+    repair: Repair = mend,
+) -> CompactionResult:
+    """The conversation after the first layers that bring it to the target.
+
+    target: tokens, in place of the budget's. hard: the last resort may run however full the window is (the upstream has said
+    that it is too long). rules: what the upstream's template asks for. `reason` is None when the target was met, else
+    `floor` (what cannot be removed is too large), `deadline`, `no_gain` (nothing was saved: the conversation is the one that
+    came) or `target` (it is smaller, but not that small). Never raises for content.
+    """
+    before = budget.ruler.total(conversation.messages)
+    aim = budget.target if target is None else target
+    if before <= aim:
+        return CompactionResult(conversation, before, before)
+    return _Event(conversation, before, budget, aim, rules, repair, hard).run(pipeline, stop)
+
+
+class _Event:
+    """The state of one run."""
+
+    def __init__(
+        self, conversation: Conversation, before: int, budget: Budget, aim: int, rules: Rules, repair: Repair, hard: bool
+    ) -> None:
+        self._came = conversation
+        self._before = before
+        self._aim = aim
+        self._floor = floor(conversation, budget)
+        eased = aim if self._floor <= (1 - _SLACK) * aim else min(budget.usable, max(aim, self._floor + int(_SLACK * aim)))
+        self._budget = replace(budget, target=eased)
+        self._heavy = _newest_is_heavy(conversation, self._budget)
+        self._rules, self._repair, self._hard = rules, repair, hard
+        self._needles: tuple[Needle, ...] | None = None
+
+    def run(self, pipeline: Sequence[Layer], stop: Stop) -> CompactionResult:
+        if self._floor > self._budget.usable:
+            return CompactionResult(self._came, self._before, self._before, reason="floor")
+        state = _State(self._came, self._before)
+        source = self._came  # for layers that start over
+        lossy = False
+        for layer in pipeline:
+            if stop():
+                return self._result(state, "deadline")
+            if state.tokens <= self._budget.target:
+                break
+            if is_last_resort(layer) and not self._hard and state.tokens <= self._budget.usable * _FULL:
+                state = replace(
+                    state, reports=(*state.reports, LayerReport(layer.name, state.tokens, state.tokens, skipped="fits"))
+                )
+                continue
+            begin = source if starts_over(layer) and lossy else state.conversation
+            after = self._try(layer, begin, state)
+            if is_lossless(layer):
+                source = after.conversation if not lossy else layer.apply(source, self._budget)
+            elif after is not state and after.conversation is not state.conversation:
+                lossy = True
+            state = after
+        return self._result(state, None)
+
+    def _not_worth_it(self, layer: Layer, tokens: int) -> bool:
+        """The harshest layers do not run for the last few tokens."""
+        if is_last_resort(layer):
+            return not self._hard and tokens <= self._budget.usable * _FULL
+        return starts_over(layer) and tokens < self._before and tokens <= min(self._budget.usable, _NEAR * self._budget.target)
+
+    def _try(self, layer: Layer, begin: Conversation, state: _State) -> _State:
+        """The state after one layer, or the state before it with a report that says why not."""
+        budget = self._budget
+        made = layer.apply(begin, budget)
+        tokens = budget.ruler.total(made.messages) if made is not begin else state.tokens
+        if made is begin or made is state.conversation:
+            return _noted(state, layer, skipped="nothing_to_do")
+        if tokens >= state.tokens:
+            return (
+                _noted(state, layer, refused="not_smaller")
+                if begin is state.conversation
+                else _noted(state, layer, skipped="no_gain")
+            )
+        rule = self._broken(made, layer)
+        if rule is not None:
+            return _noted(state, layer, refused="structure", skipped=rule)
+        if size_of(made) > size_of(self._came):
+            return _noted(state, layer, refused="size", skipped="bytes")
+        return self._checked(layer, begin, made, tokens, state)
+
+    def _checked(self, layer: Layer, begin: Conversation, made: Conversation, tokens: int, state: _State) -> _State:
+        """What critical facts the layer lost is put back; when that cannot be, the layer is refused (the last resort is not)."""
+        last_resort = is_last_resort(layer)
+        if self._needles is None:
+            self._needles = needles(self._came, int(self._budget.target * _QUOTES * _BYTES_PER_TOKEN))
+        lost = missing(self._needles, made)
+        repaired: set[str] = set()
+        if lost:
+            quotes = [needle.quote for needle in lost]
+            mended = self._repair(made, quotes, self._budget)
+            size = self._budget.ruler.total(mended.messages)
+            if tokens <= self._budget.target < size and starts_over(layer):
+                # It had filled its room: once more, with room for the quotes.
+                made = layer.apply(begin, replace(self._budget, target=self._budget.target - (size - tokens) - _SPARE))
+                mended = self._repair(made, quotes, self._budget)
+                size = self._budget.ruler.total(mended.messages)
+            still = missing(self._needles, mended)
+            limit = self._budget.usable if last_resort else state.tokens - 1
+            if size <= limit and len(still) < len(lost) and self._broken(mended, layer) is None:
+                repaired = {needle.key for needle in lost} - {needle.key for needle in still}
+                made, tokens, lost = mended, size, still
+        if lost and not last_resort:
+            return _noted(state, layer, refused=f"lost_{lost[0].kind}")
+        reports = state.reports if begin is state.conversation else self._superseded(state.reports, begin)
+        start = state.tokens if begin is state.conversation else self._budget.ruler.total(begin.messages)
+        report = LayerReport(layer.name, start, tokens, touched=touched(begin, made))
+        return _State(made, tokens, (*reports, report), frozenset(repaired) | state.repaired, frozenset(n.key for n in lost))
+
+    def _broken(self, made: Conversation, layer: Layer) -> str | None:
+        return broken(self._came, made, self._rules, live_turn_may_change=is_last_resort(layer) or self._heavy)
+
+    def _superseded(self, reports: Sequence[LayerReport], begin: Conversation) -> tuple[LayerReport, ...]:
+        """The reports of layers whose work was put aside by one that starts over: only what took out redundancy still counts."""
+        now, left = self._before, self._budget.ruler.total(begin.messages)
+        rewritten: list[LayerReport] = []
+        for report in reports:
+            if report.layer == Snip().name and report.saved > 0 and now > left:
+                rewritten.append(LayerReport(report.layer, now, left, report.touched))
+                now = left
+            else:
+                skipped = "superseded" if report.saved > 0 else report.skipped
+                rewritten.append(replace(report, before=now, after=now, touched=0, skipped=skipped))
+        return tuple(rewritten)
+
+    def _result(self, state: _State, reason: str | None) -> CompactionResult:
+        wanted = self._needles or ()
+        lost = sum(1 for needle in wanted if needle.key in state.lost)
+        repaired = sum(1 for needle in wanted if needle.key in state.repaired and needle.key not in state.lost)
+        critical = CriticalItems(len(wanted) - lost - repaired, repaired, lost)
+        if reason is None and state.tokens > self._aim:
+            reason = "no_gain" if state.tokens >= self._before else "floor" if self._budget.target > self._aim else "target"
+        return CompactionResult(state.conversation, self._before, state.tokens, state.reports, critical, reason)
+
+
+def _newest_is_heavy(conversation: Conversation, budget: Budget) -> bool:
+    """The newest step leaves no room for anything beside it, so that layers may shorten its results."""
+    if not conversation.steps:
+        return False
+    ruler, newest = budget.ruler, len(conversation.steps) - 1
+    kept = [i for i in conversation.protected if i != newest]
+    rest = ruler.total(conversation.preamble) + sum(ruler.message(m) for i in kept for m in conversation.steps[i].messages)
+    return sum(map(ruler.message, conversation.steps[-1].messages)) > _HEAVY * (budget.target - rest)
+
+
+def touched(before: Conversation, after: Conversation) -> int:
+    """Messages changed or removed."""
+    kept = {id(message) for message in after.messages}
+    return sum(1 for message in before.messages if id(message) not in kept)
+
+
+def size_of(conversation: Conversation) -> int:
+    """Bytes of all that the messages say."""
+    return sum(_bytes(message) for message in conversation.messages)
+
+
+def _bytes(message: Message) -> int:
+    size = 0
+    for part in message.parts:
+        if isinstance(part, (Text, ToolResult)):
+            size += len(part.text.encode("utf-8", "surrogatepass"))
+        else:
+            size += len(part.raw or b"")
+    return size
+
+
+def _noted(state: _State, layer: Layer, refused: str | None = None, skipped: str | None = None) -> _State:
+    return replace(
+        state, reports=(*state.reports, LayerReport(layer.name, state.tokens, state.tokens, refused=refused, skipped=skipped))
+    )

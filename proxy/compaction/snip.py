@@ -1,0 +1,166 @@
+"""What is said twice, or was never worth saying: duplicates, superseded reads, terminal noise, empty turns, old reasoning."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proxy.compaction.outputs import Output, outputs, with_text
+from proxy.conversation import Conversation, Message, Opaque, Step, Text, ToolCall
+from proxy.windows import Budget
+
+_SHORTEST = 200  # characters: below, a stub would not be shorter
+_READS = re.compile(
+    r"(?:^|_|-|\b)(?:read|view|cat|open|show|get|fetch|list|ls|search|grep|glob|find|status|stat|query|lookup|inspect)",
+    re.IGNORECASE,
+)
+_SHELL_READS = re.compile(
+    r"\s*(?:cd \S+ && )?(?:cat|head|tail|sed -n|ls|find|grep|rg|wc|tree|pwd|git (?:status|diff|log|show|branch))\b[^|;&<>]*(?:\|\s*(?:head|tail|grep|wc|sort)[^|;&<>]*)*\Z"
+)
+_COMMAND_KEYS = ("command", "cmd", "script", "input")
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])|\x08+")
+
+
+@dataclass(frozen=True, slots=True)
+class Snip:
+    """Takes out of the history what the rest of it says as well. The newest of equal things stays; protected steps are left alone."""
+
+    reasoning: bool = True
+    """Drop the reasoning of finished turns: all of it, whole."""
+
+    @property
+    def name(self) -> str:
+        return "snip"
+
+    def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
+        messages = list(conversation.messages)
+        for output in outputs(conversation):
+            if not output.protected:
+                messages[output.index] = _cleaned(output.message)
+        conversation = conversation.with_messages(messages)
+        conversation = _without_repeats(conversation)
+        if self.reasoning:
+            conversation = without_old_reasoning(conversation)
+        return _without_empty_turns(conversation)
+
+
+def without_old_reasoning(conversation: Conversation) -> Conversation:
+    """No reasoning in the turns before the last user message; none at all where the newer turns have none either.
+
+    Some upstreams want it on all assistant messages or on none: so it goes everywhere or stays everywhere, unless the newest
+    turn (which may be in the middle of a tool loop and then needs its own) is the only one left to carry it.
+    """
+    last_user = conversation.last_user
+    if last_user is None:
+        return conversation
+    border = conversation.steps[last_user].start
+    if any(_reasoning(message) for message in conversation.messages[border:]):
+        return conversation
+    messages = [_without_reasoning(message) if i < border else message for i, message in enumerate(conversation.messages)]
+    return conversation.with_messages(messages)
+
+
+def clean(text: str) -> str:
+    """The text as a terminal would have left it: no escape sequences, of each redrawn line only the last state."""
+    if "\x1b" in text or "\x08" in text:
+        text = _ESCAPES.sub("", text)
+    if "\r" in text:
+        text = "\n".join(_settled(line) for line in text.replace("\r\n", "\n").split("\n"))
+    return text
+
+
+def _settled(line: str) -> str:
+    states = [state for state in line.split("\r") if state.strip()]
+    return states[-1] if states else ""
+
+
+def _cleaned(message: Message) -> Message:
+    text = message.text
+    if "\x1b" not in text and "\r" not in text and "\x08" not in text:
+        return message
+    cleaned = clean(text)
+    return with_text(message, cleaned) if cleaned.strip() and len(cleaned) < len(text) else message
+
+
+def _without_repeats(conversation: Conversation) -> Conversation:
+    """Older results that a newer one repeats or replaces become a line that says so."""
+    messages = list(conversation.messages)
+    same_text: dict[str, Output] = {}
+    same_call: dict[tuple[str, str], Output] = {}
+    for output in reversed(outputs(conversation)):
+        text = output.text
+        if len(text) < _SHORTEST:
+            continue
+        key = _read_key(output.call)
+        newer, reason = same_text.get(text), "the same output came again later"
+        if newer is None and key is not None:
+            newer, reason = same_call.get(key), "the same call was made again later"
+        same_text.setdefault(text, output)
+        if key is not None:
+            same_call.setdefault(key, output)
+        if newer is not None and not output.protected:
+            messages[output.index] = with_text(
+                output.message, f"[{reason}; {len(text):,} characters of {_safe(output.tool)} cut here]"
+            )
+    return conversation.with_messages(messages)
+
+
+def _read_key(call: ToolCall | None) -> tuple[str, str] | None:
+    """What a call reads, when calling again replaces what it said: the tool and its arguments in canonical form."""
+    if call is None:
+        return None
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(arguments, dict):
+        return None
+    command = next((arguments[key] for key in _COMMAND_KEYS if isinstance(arguments.get(key), str)), None)
+    reads = _SHELL_READS.match(command) if command is not None else _READS.search(call.name)
+    return (call.name, json.dumps(arguments, sort_keys=True)) if reads else None
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^\w.:-]", "", name)[:64] or "output"
+
+
+def _reasoning(message: Message) -> bool:
+    return any(isinstance(part, Opaque) and part.kind == "reasoning" for part in message.parts)
+
+
+def _without_reasoning(message: Message) -> Message:
+    if message.role != "assistant" or not _reasoning(message):
+        return message
+    rest = [part for part in message.parts if not (isinstance(part, Opaque) and part.kind == "reasoning")]
+    return message.with_parts(rest) if rest else message
+
+
+def _without_empty_turns(conversation: Conversation) -> Conversation:
+    """No assistant messages that say nothing, where taking them out does not bring two messages of one role together."""
+    steps = conversation.steps
+    kept: list[Message] = list(conversation.preamble)
+    for number, step in enumerate(steps):
+        if number in conversation.protected or not _is_empty(step) or not _may_go(steps, number):
+            kept.extend(step.messages)
+    return conversation.with_messages(kept)
+
+
+def _is_empty(step: Step) -> bool:
+    message = step.head
+    return (
+        message.role == "assistant"
+        and len(step.messages) == 1
+        and all(isinstance(p, Text) and not p.text.strip() for p in message.parts)
+    )
+
+
+def _may_go(steps: Sequence[Step], number: int) -> bool:
+    before = steps[number - 1].head.role if number else None
+    after = steps[number + 1].head.role if number + 1 < len(steps) else None
+    return (
+        before == "assistant"
+        or (before is None and after != "assistant" and after == "user")
+        or (after == "assistant" and before != "user")
+    )

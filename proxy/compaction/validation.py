@@ -1,0 +1,268 @@
+"""Did a layer break anything?  Structure, size, and the facts that must survive, checked without asking the layers.
+
+The detectors here are written on their own: a check that asked the extractor what is important would share its blind spots.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from proxy.compaction.outputs import outputs
+from proxy.conversation import Conversation, Message, Opaque, Step, Text, ToolCall, ToolResult
+
+# --- structure ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the upstream's template asks for beyond the API's own contract."""
+
+    alternate: bool = False
+    """User and assistant must take turns (tool calls and their results left out of account): Mistral, Gemma and their kin."""
+
+
+OPENAI = Rules()
+
+
+def violations(conversation: Conversation, rules: Rules = OPENAI) -> Counter[str]:
+    """How often each rule of the contract is broken. Requests come in broken: what counts is that none is broken more often."""
+    found: Counter[str] = Counter()
+    for step in conversation.steps:
+        found.update(_pairing(step))
+    for message in conversation.messages:
+        found.update(_content(message))
+    found["instructions"] = sum(1 for step in conversation.steps if step.head.is_instruction)
+    found["reasoning"] = _partial_reasoning(conversation.messages)
+    if rules.alternate:
+        found["alternation"] = _not_alternating(conversation)
+    if conversation.messages and conversation.messages[-1].role == "assistant":
+        found["ends_with_assistant"] = 1
+    if not conversation.steps:
+        found["nothing_said"] = 1
+    return +found
+
+
+def broken(before: Conversation, after: Conversation, rules: Rules = OPENAI, *, live_turn_may_change: bool = False) -> str | None:
+    """The first rule that `after` breaks and `before` did not, or None. Rules are short closed words."""
+    if not _same_objects(_instructions(before), _instructions(after)):
+        return "instructions"
+    if not _keeps_live_turn(before, after, live_turn_may_change):
+        return "live_turn"
+    if not _reasoning_whole(before, after):
+        return "reasoning"
+    old, new = violations(before, rules), violations(after, rules)
+    return next((rule for rule in sorted(new) if new[rule] > old[rule]), None)
+
+
+def _pairing(step: Step) -> Iterator[str]:
+    """Each call answered exactly once right after it, by id where there are ids."""
+    if step.head.is_result:
+        yield "orphan"
+        return
+    wanted = Counter(call.id for call in step.head.calls)
+    for message in step.results:
+        result = next((part for part in message.parts if isinstance(part, ToolResult)), None)
+        answered = result.call_id if result is not None else None
+        if wanted[answered] > 0:
+            wanted[answered] -= 1
+        else:
+            yield "orphan"
+    yield from ["unanswered"] * sum((+wanted).values())
+
+
+def _content(message: Message) -> Iterator[str]:
+    if not message.parts or (not message.is_result and all(isinstance(part, Text) and not part.text for part in message.parts)):
+        yield "empty"
+    for part in message.parts:
+        if isinstance(part, ToolCall) and not _is_object(part.arguments):
+            yield "arguments"
+
+
+@lru_cache(maxsize=4096)
+def _is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _partial_reasoning(messages: Sequence[Message]) -> int:
+    """Some upstreams want reasoning on all assistant messages or on none: 1 when only some have it."""
+    has = {_has_field_reasoning(message) for message in messages if message.role == "assistant"}
+    return int(len(has) > 1)
+
+
+def _has_field_reasoning(message: Message) -> bool:
+    return any(isinstance(part, Opaque) and part.place == "reasoning_content" for part in message.parts)
+
+
+def _reasoning_whole(before: Conversation, after: Conversation) -> bool:
+    """What reasoning is left is left whole: signed blocks are checked by their upstream."""
+    known = {part.raw for message in before.messages for part in message.parts if isinstance(part, Opaque)}
+    return all(part.raw in known for message in after.messages for part in message.parts if isinstance(part, Opaque))
+
+
+def _not_alternating(conversation: Conversation) -> int:
+    roles = [step.head.role for step in conversation.steps if step.head.role in ("user", "assistant") and not step.head.calls]
+    return sum(1 for a, b in pairwise(roles) if a == b) + int(bool(roles) and roles[0] != "user")
+
+
+def _instructions(conversation: Conversation) -> tuple[Message, ...]:
+    return tuple(message for message in conversation.messages if message.is_instruction)
+
+
+def _keeps_live_turn(before: Conversation, after: Conversation, may_change: bool) -> bool:
+    if not before.messages:
+        return not after.messages
+    if not after.messages or before.messages[-1].role != after.messages[-1].role:
+        return False
+    if not may_change:
+        last_user = before.steps[before.last_user].head if before.last_user is not None else None
+        newest = before.steps[-1].messages if before.steps else ()
+        kept = {id(message) for message in after.messages}
+        return (last_user is None or id(last_user) in kept) and _same_objects(
+            newest, after.messages[len(after.messages) - len(newest) :]
+        )
+    return _call_ids(before.steps[-1:]) == _call_ids(after.steps[-1:])
+
+
+def _call_ids(steps: Sequence[Step]) -> list[str | None]:
+    return [call.id for step in steps for call in step.head.calls]
+
+
+def _same_objects(a: Sequence[Message], b: Sequence[Message]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+# --- critical items -------------------------------------------------------------------------------------------------
+
+_QUOTE = 160  # characters of a fact that must be found again
+_ERRORS = 5
+_PER_MESSAGE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    """A bounded verbatim quote that must be found in the result. kind: error, request, constraint, conclusion, reference."""
+
+    kind: str
+    quote: str
+    source: Message
+
+    @property
+    def key(self) -> str:
+        return _squeezed(self.quote)
+
+
+_TROUBLE = re.compile(
+    r"(?:\w*error|\w*exception|traceback|fatal|panic(?:ked)?|failed|failure|segfault|core dumped|denied|no such file)\b|错误|失败|异常|エラー|例外",
+    re.IGNORECASE,
+)
+_NOT_TROUBLE = re.compile(
+    r"\s*(?:\d+\s*(?:→|\||\t|:)|[+\-@#>|*]|//|/\*|\"\"\"|'''|(?:def|class|func|fn|return|raise|throw|import|from|if|elif|else|try|except|catch|const|let|var|for|while|with|case|self|log\w*|print\w*|assert\w*|expect|it|describe|test)\b)"
+    r"|.*(?:[;{}]\s*$|\w\s*[:+]?=\s*\S|\b(?:0|no) (?:errors?|fail)|\bwithout errors?)",
+    re.IGNORECASE,
+)
+_ASKS = re.compile(
+    r"\?\s*$|？|\b(?:please|could you|can you|would you|i want|i need|i'd like|we need|make|add|fix|write|change|remove|update|create|implement|show|explain|run|use)\b|请|帮|需要|想|ください|お願い|してほしい|bitte|s'il|veux|quiero|por favor",
+    re.IGNORECASE,
+)
+_BINDS = re.compile(
+    r"\b(?:never|always|must|don'?t|do not|only|from now on|make sure|ensure|avoid|prefer|without|at most|at least|no more than)\b|不要|不能|必须|务必|禁止|始终|不得|しない|必ず|禁止|常に|niemals|immer|nicht|muss|jamais|toujours|ne pas|doit|nunca|siempre|no debe",
+    re.IGNORECASE,
+)
+_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n")
+
+
+def needles(conversation: Conversation, budget_bytes: int) -> tuple[Needle, ...]:
+    """The facts that must survive, the most important first, as many as fit into `budget_bytes` of quotes."""
+    chosen: dict[str, Needle] = {}
+    left = budget_bytes
+    for needle in _candidates(conversation):
+        size = len(needle.quote.encode("utf-8", "surrogatepass"))
+        if size <= left and needle.key and needle.key not in chosen:
+            chosen[needle.key] = needle
+            left -= size
+    return tuple(chosen.values())
+
+
+def missing(wanted: Iterable[Needle], after: Conversation) -> list[Needle]:
+    """Those that are not found in the result: neither the message that held them nor the words."""
+    kept = {id(message) for message in after.messages}
+    gone = [needle for needle in wanted if id(needle.source) not in kept]
+    if not gone:
+        return []
+    text = _squeezed("\n".join(_everything(message) for message in reversed(after.messages)))
+    return [needle for needle in gone if needle.key not in text]
+
+
+def _everything(message: Message) -> str:
+    return "\n".join([message.text, *(call.arguments for call in message.calls)])
+
+
+def _squeezed(text: str) -> str:
+    """Without white space: JSON that is printed on one line, and lines that are wrapped, say the same."""
+    return "".join(text.split())
+
+
+def _candidates(conversation: Conversation) -> Iterator[Needle]:
+    said = outputs(conversation)
+    observed = {id(output.message) for output in said}
+    people = [step.head for step in reversed(conversation.steps) if step.head.role == "user" and id(step.head) not in observed]
+    yield from _conclusion(conversation)
+    for message in people:
+        yield from (Needle("constraint", quote, message) for quote in _quotes(message.text, _BINDS))
+    yield from _errors(conversation)
+    for message in people:
+        yield from (Needle("request", quote, message) for quote in _quotes(message.text, _ASKS, first=True))
+
+
+def _quotes(text: str, pattern: re.Pattern[str], first: bool = False) -> list[str]:
+    sentences = [
+        s for s in (piece.strip(" \t\r-*#>|") for piece in _END.split(text[:20_000])) if len(s) > 1 and s[:1] not in "<{[`"
+    ]
+    found = [s for s in sentences if len(s) <= 400 and pattern.search(s)]
+    if first and sentences and sentences[0] not in found:
+        found.insert(0, sentences[0])
+    return [s[:_QUOTE] for s in found[:_PER_MESSAGE]]
+
+
+def _conclusion(conversation: Conversation) -> Iterator[Needle]:
+    for step in reversed(conversation.steps):
+        if step.head.role == "assistant" and step.head.text.strip():
+            lines = [line.strip() for line in step.head.text.split("\n") if len(line.strip()) > 3]
+            if lines:
+                yield Needle("conclusion", lines[-1][:_QUOTE], step.head)
+            return
+
+
+def _errors(conversation: Conversation) -> Iterator[Needle]:
+    """The newest distinct error lines whose call was not made again later without any."""
+    healed: set[tuple[str, str]] = set()
+    count = 0
+    for output in reversed(outputs(conversation)):
+        call = (output.call.name, output.call.arguments) if output.call is not None else None
+        lines = trouble(output.text)
+        if not lines and call is not None:
+            healed.add(call)
+        if call in healed:
+            continue
+        for line in reversed(lines[-_ERRORS:]):
+            yield Needle("error", line[:_QUOTE], output.message)
+            count += 1
+        if count >= _ERRORS:
+            return
+
+
+def trouble(text: str) -> list[str]:
+    """Lines of a tool's output that report a failure."""
+    if _TROUBLE.search(text) is None:
+        return []
+    lines = (line.strip() for line in text.split("\n") if 8 < len(line) < 300)
+    return [line for line in lines if _TROUBLE.search(line) and not _NOT_TROUBLE.match(line)]
