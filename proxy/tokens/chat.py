@@ -39,21 +39,27 @@ Step = tuple[Message, ...]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The rules of one family of models. tag: tells dialects apart in caches."""
+    """The rules of one family of models.
+
+    plain: the results of a batch keep what is not ASCII, which other models get as escapes. tag: tells dialects apart.
+    """
 
     encoding: str
     openai: bool
     reasoning: bool
     gpt5: bool
+    plain: bool
     rate: images.Rate
 
     @property
     def priming(self) -> int:
+        """What stands before the answer."""
         return 2 if self.reasoning else 3
 
     @property
     def tag(self) -> str:
-        return f"{self.encoding}/{self.openai:d}{self.reasoning:d}{self.gpt5:d}/{self.rate}"
+        flags = (self.openai, self.reasoning, self.gpt5, self.plain)
+        return f"{self.encoding}/{''.join(str(int(flag)) for flag in flags)}/{self.rate}"
 
 
 @lru_cache(maxsize=1024)
@@ -63,7 +69,12 @@ def dialect(model: str, encoding: str | None = None) -> Dialect:
     reasoning = bool(_REASONING.match(name))
     openai = bool(_OPENAI.match(name)) and not name.startswith("gpt-oss")
     return Dialect(
-        vocabulary(encoding or encoding_name(model)).name, openai, reasoning, reasoning and "gpt-5" in name, images.rate(name)
+        encoding=vocabulary(encoding or encoding_name(model)).name,
+        openai=openai,
+        reasoning=reasoning,
+        gpt5=reasoning and "gpt-5" in name,
+        plain=name == "gpt-4o" or name.startswith("gpt-4o-2"),
+        rate=images.rate(name),
     )
 
 
@@ -148,21 +159,18 @@ class ChatRuler:
     def _said(self, message: Message) -> int:
         count = self._words.count
         calls = message.calls
-        tokens = 0 if calls and not message.text else 3 + count(message.role) + count(message.text)
+        speaker = count(_speaker(message))
+        tokens = 0 if calls and not message.text else 3 + speaker + count(message.text)
         if message.role == "assistant" and not calls:
             tokens += self._answered
-        if message.name:
-            tokens += count(message.name)
         if len(calls) == 1 or (calls and self.rules.reasoning):
-            tokens += sum(self._call(call, len(calls) > 1) for call in calls)
+            # Each further call of the same answer needs no new speaker.
+            tokens += sum(map(self._call, calls)) + 1 + speaker + (4 if self.rules.gpt5 else 0)
         return tokens
 
-    def _call(self, call: ToolCall, parallel: bool) -> int:
+    def _call(self, call: ToolCall) -> int:
         count = self._words.count
-        tokens = count(f" to=functions.{call.name}") + count(_compact(call.arguments))
-        if parallel:
-            return tokens + 9
-        return tokens + 5 + count("assistant") + (4 if self.rules.gpt5 else 0)
+        return 4 + count(f" to=functions.{call.name}") + count(_compact(call.arguments))
 
     def _result(self, message: Message, name: str) -> int:
         count = self._words.count
@@ -176,10 +184,10 @@ class ChatRuler:
             f'{{"recipient_name":"functions.{call.name}","parameters":{_compact(call.arguments or "{}")}}}'
             for call in step[0].calls
         )
-        yield 0, 3 + count("assistant") + count(" to=multi_tool_use.parallel") + count(f'{{"tool_uses":[{uses}]}}')
+        yield 0, 3 + count(_speaker(step[0])) + count(" to=multi_tool_use.parallel") + count(f'{{"tool_uses":[{uses}]}}')
         if len(step) > 1:
             results = [_parsed(message.text) for message in step[1:]]
-            whole = 6 + count("multi_tool_use.parallel") + count(_dump(results))
+            whole = 6 + count("multi_tool_use.parallel") + count(_dump(results, ascii_only=not self.rules.plain))
             yield from _shared(whole, step)
 
     def _media(self, message: Message) -> int:
@@ -304,6 +312,10 @@ def steps(messages: Sequence[Message]) -> Iterator[Step]:
         start = stop
 
 
+def _speaker(message: Message) -> str:
+    return f"{message.role}:{message.name}" if message.name else message.role
+
+
 def _texts(message: Message) -> Iterator[str]:
     for part in message.parts:
         if isinstance(part, ToolCall):
@@ -364,9 +376,9 @@ def _parsed(text: str) -> object:
         return text
 
 
-def _dump(value: object) -> str:
+def _dump(value: object, *, ascii_only: bool) -> str:
     try:
-        return json.dumps(value)
+        return json.dumps(value, ensure_ascii=ascii_only)
     except (ValueError, RecursionError):
         return ""
 

@@ -45,10 +45,9 @@ class _Writer:
     def function(self, function: Mapping[str, Any]) -> Iterator[str]:
         name = function.get("name", "")
         yield from _comment(function.get("description"))
-        yield from _comment(self.root.get("title"))
-        yield from _comment(self.root.get("description"))
         if isinstance(self.root.get("properties"), dict) and self.root["properties"]:
-            yield f"type {name} = (_: {self.object(self.root, 0)}) => any;"
+            written = "\n".join([*_comments(self.root), self.object(self.root, 0)])
+            yield f"type {name} = (_: {written}) => any;"
         else:
             yield f"type {name} = () => any;"
 
@@ -67,9 +66,6 @@ class _Writer:
             schema = {**target, **own} if isinstance(target, dict) else own
         return {}
 
-    def comments(self, schema: dict[str, Any]) -> list[str]:
-        return [*_comment(schema.get("title")), *_comment(schema.get("description"))]
-
     def type(self, schema: object, depth: int) -> str:
         self.left -= 1
         if not isinstance(schema, dict) or depth > DEEPEST or self.left < 0:
@@ -77,7 +73,7 @@ class _Writer:
         schema = self.resolved(schema)
         for word in ("anyOf", "oneOf"):
             if isinstance(schema.get(word), list):
-                return " | ".join(self.type(each, depth + 1) for each in schema[word])
+                return self.union(schema, [self.type(each, depth + 1) for each in schema[word]])
         every = schema.get("allOf")
         if isinstance(every, list) and len(every) == 1:
             return self.type(every[0], depth + 1)
@@ -101,18 +97,23 @@ class _Writer:
             return self.object(schema, depth + 1)
         return "object" if kind == "object" else "any"
 
+    def union(self, schema: dict[str, Any], written: list[str]) -> str:
+        if _comments(schema):
+            return " \n" + "".join(f"| {each}\n" for each in written)
+        return " | ".join(written)
+
     def either(self, schema: dict[str, Any], kinds: list[Any], depth: int) -> str:
         written = [self.type({**schema, "type": kind}, depth + 1) for kind in kinds]
         if schema.get("description") and depth > 1:
-            return "\n" + "\n".join(f"| {each} // {schema['description']}" for each in written)
+            return "\n" + "".join(f"| {each} // {schema['description']}\n" for each in written)
         return " | ".join(written)
 
     def array(self, schema: dict[str, Any], depth: int) -> str:
         if not schema.get("items"):
             return "any[]"
         item = self.type(schema["items"], depth + 1)
-        if item.startswith("{"):
-            inside = self.comments(self.resolved(schema["items"]))
+        if item.startswith("{\n"):
+            inside = _comments(self.resolved(schema["items"]))
             return "\n".join(["Array<", *inside, item, ">"])
         return f"Array<{item}>" if " | " in item else f"{item}[]"
 
@@ -124,7 +125,7 @@ class _Writer:
         plain = True
         for key, value in schema["properties"].items():
             known = self.resolved(value)
-            comments = self.comments(known)
+            comments = _comments(known)
             default = f" // default: {_literal(known['default'])}" if "default" in known else ""
             field = f"{key}{'' if key in required else '?'}: {self.type(known, depth)}"
             plain = plain and not comments and not default and "\n" not in field
@@ -133,8 +134,14 @@ class _Writer:
         return "{ " + ", ".join(fields) + " }" if plain else "\n".join(["{", *lines, "}"])
 
 
+def _comments(schema: Mapping[str, Any]) -> list[str]:
+    """Title and description of a schema, an empty comment between them."""
+    title, description = _comment(schema.get("title")), _comment(schema.get("description"))
+    return [*title, *(["//"] if title and description else []), *description]
+
+
 def _comment(text: object) -> list[str]:
-    return [f"// {line.strip()}" for line in str(text).split("\n") if line.strip()] if text else []
+    return [f"// {line.strip()}".rstrip() for line in str(text).strip().split("\n")] if text else []
 
 
 def _literal(value: object) -> str:
