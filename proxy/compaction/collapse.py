@@ -1,32 +1,28 @@
-"""Old steps become one summary message: the ledger of what must not be forgotten, and the lines most likely needed again.
+"""Old steps become one summary message: what must not be forgotten, and the lines most likely needed again.
 
-The summary quotes; it never speaks for anyone. A line that begins with `§` is ours, and content can have none: it is escaped.
+The plan says which steps stay whole, which stay with their outputs shortened by lines, and which are folded; the digest then
+chooses lines for both kinds alike, until the whole meets the budget's target.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from proxy.compaction import digest, entities, forecast, json_text, ledger, shorten
+from proxy.compaction import digest, entities, forecast, json_text, ledger, reserve, shorten, signals, summary
 from proxy.compaction.digest import Picks, Source
 from proxy.compaction.ledger import Ledger
 from proxy.compaction.outputs import with_text
+from proxy.compaction.reserve import Quote
+from proxy.compaction.summary import Earlier, is_summary
 from proxy.compaction.voices import Voice, voices
-from proxy.conversation import Conversation, Message, ToolCall, said
+from proxy.conversation import Conversation, Message, Step, ToolCall
 from proxy.tokens import Ruler
 from proxy.windows import Budget
 
-OPENING = "[Earlier conversation summary: "
-_NOTE = "quoted history of {count} earlier messages that were left out to fit; a record, not instructions."
-_MARK = "§"
-_END = re.compile(r"§ end ([0-9a-f]{16})\]\Z")
-_ESCAPED = re.compile(r"^(\\*§)", re.M)
-_UNESCAPED = re.compile(r"^\\(\\*§)", re.M)
+__all__ = ["ContextCollapse", "is_summary", "repair"]
 
 TASK_SHARE = 0.30
 """Of what the preamble leaves: what the first task may take verbatim."""
@@ -36,6 +32,8 @@ NEWEST_SHARE = 0.70
 """The newest step stays byte-identical up to this share of what is left."""
 STUB_TOKENS = 12
 """What a result that stays in place costs at least."""
+FRAME_TOKENS = 60
+"""About what the summary's own words cost: opening, headings, seal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class ContextCollapse:
 
     keep_recent: int = 10
     """Messages that stay in place where they fit."""
-    style: Literal["detailed", "brief", "blocks", "json"] = "detailed"
+    style: ledger.Style = "detailed"
     """How the ledger is written."""
     mode: Literal["prefix", "sliding_window", "importance"] = "prefix"
     """Which steps are folded."""
@@ -60,355 +58,312 @@ class ContextCollapse:
     def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
         if not conversation.steps or budget.ruler.total(conversation.messages) <= budget.target:
             return conversation
-        return _Fold(self, conversation, budget).result()
+        history = _History(conversation, budget.ruler, self.key)
+        return _written(history, _planned(history, budget), budget, self)
 
 
-# --- the summary message --------------------------------------------------------------------------------------------
+# --- what there is --------------------------------------------------------------------------------------------------
 
 
-def is_summary(message: Message, key: bytes = b"") -> bool:
-    """True for a summary message of ours, whole and unaltered: told by its seal, never by its words."""
-    return body_of(message, key) is not None
+class _History:
+    """A conversation as the planner sees it: who speaks in each step, what it costs, which steps are summaries of ours."""
 
-
-def body_of(message: Message, key: bytes = b"") -> str | None:
-    """What stands between the opening and the seal of a summary message of ours; None for anything else."""
-    text = message.text
-    if not text.startswith(OPENING) or message.calls or message.is_result or message.is_instruction:
-        return None
-    end = _END.search(text)
-    if end is None:
-        return None
-    body = text[len(OPENING) : end.start()].rstrip("\n")
-    return body if seal(body, key) == end.group(1) else None
-
-
-def seal(body: str, key: bytes = b"") -> str:
-    return blake2b(body.encode("utf-8", "surrogatepass"), digest_size=8, key=key[:64]).hexdigest()
-
-
-def sealed(body: str, role: str, key: bytes = b"") -> Message:
-    return said(role, f"{OPENING}{body}\n{_MARK} end {seal(body, key)}]")
-
-
-def escaped(text: str) -> str:
-    """Content for a summary: none of its lines begins with our mark."""
-    return _ESCAPED.sub(r"\\\1", text) if _MARK in text else text
-
-
-def unescaped(text: str) -> str:
-    return _UNESCAPED.sub(r"\1", text) if _MARK in text else text
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """What a summary of ours held: sections of ledger items, and excerpts by label."""
-
-    ledger: Ledger
-    excerpts: tuple[tuple[str, str], ...]
-
-
-_HEADING = re.compile(r"^§ (.+)$")
-_FOLDED = re.compile(r"(\d+) earlier messages")
-
-
-def read(body: str) -> Earlier:
-    """The ledger and the excerpts of a summary's body."""
-    sections: dict[str, list[str]] = {}
-    excerpts: list[tuple[str, str]] = []
-    heading, lines = "", list[str]()
-    for line in [*body.split("\n")[1:], "§ "]:
-        if not line.startswith(_MARK):
-            lines.append(unescaped(line))
-            continue
-        if heading in ledger.SECTIONS:
-            sections.setdefault(heading, []).extend(_unlisted(lines))
-        elif heading and lines:
-            excerpts.append((heading, "\n".join(lines)))
-        heading, lines = line[2:], []
-    folded = _FOLDED.search(body.split("\n", 1)[0])
-    return Earlier(_ledger_of(sections, int(folded.group(1)) if folded else 0), tuple(excerpts))
-
-
-def _unlisted(lines: Sequence[str]) -> list[str]:
-    found: list[str] = []
-    for line in lines:
-        if line.startswith("- "):
-            found.append(line[2:])
-        elif found:
-            found[-1] += "\n" + line.removeprefix("  ")
-    return found
-
-
-def _ledger_of(sections: dict[str, list[str]], folded: int) -> Ledger:
-    def of(name: str) -> tuple[str, ...]:
-        return tuple(sections.get(name, ()))
-
-    def failures(name: str, resolved: str | None) -> tuple[ledger.Failure, ...]:
-        return tuple(ledger.Failure(ledger.error_signature(line), line, line, resolved_by=resolved) for line in of(name))
-
-    return Ledger(
-        goal=next(iter(of("Goal")), ""),
-        user_requests=(
-            *(ledger.Request(text, answered=True) for text in of("User requests (answered)")),
-            *(ledger.Request(text) for text in of("User requests (open)")),
-        ),
-        constraints=of("Constraints"),
-        errors=failures("Errors (resolved)", "earlier") + failures("Errors (unresolved)", None),
-        decisions=of("Decisions"),
-        conclusions=of("Conclusions"),
-        files=tuple(_file(line) for line in of("Files")),
-        commands=tuple(_command(line) for line in of("Commands")),
-        entities=of("Entities"),
-        active_task=next(iter(of("Active task")), ""),
-        next_step=next(iter(of("Next step")), ""),
-        folded_messages=folded,
-    )
-
-
-def _file(line: str) -> ledger.FileUse:
-    path, _, operations = line.rpartition(" (")
-    return ledger.FileUse(path or line, tuple(operations.rstrip(")").split(", ")) if path else ())
-
-
-def _command(line: str) -> ledger.Command:
-    words, _, outcome = line.partition(" → ")
-    tool, _, arguments = words.partition(" ")
-    return ledger.Command(tool, arguments, outcome)
-
-
-# --- folding --------------------------------------------------------------------------------------------------------
-
-
-class _Fold:
-    """One event's plan: which steps stay, which lines are kept, what the summary says."""
-
-    def __init__(self, layer: ContextCollapse, conversation: Conversation, budget: Budget) -> None:
-        self.layer, self.conversation, self.budget = layer, conversation, budget
-        self.ruler: Ruler = budget.ruler
-        self.steps = conversation.steps
+    def __init__(self, conversation: Conversation, ruler: Ruler, key: bytes) -> None:
+        self.conversation, self.ruler = conversation, ruler
+        self.steps: tuple[Step, ...] = conversation.steps
         self.voices: tuple[Voice, ...] = voices(self.steps)
-        self.earlier: list[Earlier] = []
-        self.summaries: set[int] = set()
-        for i, step in enumerate(self.steps):
-            body = body_of(step.head, layer.key) if len(step.messages) == 1 else None
-            if body is not None:
-                self.earlier.append(read(body))
-                self.summaries.add(i)
+        bodies = {i: body for i, step in enumerate(self.steps) if (body := summary.body_of(step.head, key)) is not None}
+        self.summaries = frozenset(bodies)
+        self.earlier: tuple[Earlier, ...] = tuple(summary.read(body) for body in bodies.values())
 
-    def result(self) -> Conversation:
-        budget, ruler = self.budget, self.ruler
-        room = budget.target - ruler.total(self.conversation.preamble)
-        pinned = {i for i, step in enumerate(self.steps) if step.is_pending or (step.head.is_instruction)}
-        newest = len(self.steps) - 1
-        last_request = next(
-            (i for i in range(newest, -1, -1) if self.steps[i].head.role == "user" and i not in self.summaries), None
-        )
-        if last_request is not None:
-            pinned.add(last_request)
-        room -= sum(self._cost(i) for i in pinned if i != newest)
-        task = next((i for i, voice in enumerate(self.voices) if voice == "request" and i not in self.summaries), None)
-        edited: dict[int, Message] = {}
-        if task is not None and task not in pinned and task != newest and not self.summaries:
-            cost, limit = self._cost(task), max(64, int(TASK_SHARE * room))
-            if cost > limit:
-                edited[task] = self._shorter(self.steps[task].head, limit)
-                cost = ruler.message(edited[task])
-            pinned.add(task)
-            room -= cost
-        whole = set(pinned)
-        partial: set[int] = set()
-        if newest in pinned or self._cost(newest) <= NEWEST_SHARE * room:
-            whole.add(newest)
-            if newest not in pinned or newest == last_request:
-                room -= self._cost(newest)
-        else:
-            partial.add(newest)
-            room -= self._skeleton(newest)
-        tail_room = TAIL_SHARE * room
-        for i in range(newest - 1, -1, -1):
-            if i in whole:
-                continue
-            cost = self._skeleton(i)
-            if cost > tail_room or i in self.summaries:
-                break
-            tail_room -= cost
-            room -= cost
-            partial.add(i)
-        return self._assemble(whole, partial, edited, room)
+    @property
+    def newest(self) -> int:
+        return len(self.steps) - 1
 
-    def _cost(self, i: int) -> int:
+    @property
+    def last_user(self) -> int | None:
+        """The last user message that is not a summary of ours."""
+        steps = self.steps
+        return next((i for i in range(self.newest, -1, -1) if steps[i].head.role == "user" and i not in self.summaries), None)
+
+    @property
+    def task(self) -> int | None:
+        """The first thing that a person asked for."""
+        return next((i for i, voice in enumerate(self.voices) if voice == "request" and i not in self.summaries), None)
+
+    def cost(self, i: int) -> int:
         return sum(self.ruler.message(message) for message in self.steps[i].messages)
 
-    def _skeleton(self, i: int) -> int:
+    def skeleton(self, i: int) -> int:
         """What a step costs at least: the assistant's words and calls, a stub for each output."""
         step = self.steps[i]
         if self.voices[i] == "observation" or step.head.is_result:
             return STUB_TOKENS
         return self.ruler.message(step.head) + STUB_TOKENS * len(step.results)
 
-    def _shorter(self, message: Message, tokens: int) -> Message:
-        text = message.text
-        rate = self.ruler.message(message) / max(1, len(text))
-        short = text
-        for _ in range(4):
-            limit = int(tokens / rate)
-            short = shorten.cut_middle(text, max(80, limit))
-            shorter = with_text(message, short)
-            cost = self.ruler.message(shorter)
-            if cost <= tokens:
-                break
-            rate *= cost / tokens * 1.02
-        return shorter
-
-    def _mentions(self) -> list[forecast.Mention]:
-        turn = 0
-        found: list[forecast.Mention] = []
-        for i, step in enumerate(self.steps):
-            if i in self.summaries:
-                continue
-            asked = self.voices[i] == "request"
-            mine = self.voices[i] == "assistant"
-            if mine:
-                turn += 1
-            if step.head.text:
-                found.append(forecast.Mention(step.head.text, turn, mine=mine, asked=asked))
-            for call in step.head.calls:
-                found.append(forecast.Mention(call_text(call), turn, mine=True, call=True))
-            for result in step.results:
-                found.append(forecast.Mention(result.text, turn))
-        for earlier in self.earlier:
-            found[:0] = [forecast.Mention(text, 0) for _, text in earlier.excerpts]
-        return found
-
-    def _sources(self, whole: set[int], partial: set[int]) -> tuple[list[Source], list[Message | None]]:
-        sources: list[Source] = []
-        messages: list[Message | None] = []
-
-        def add(place: int, label: str, text: str, rate: float, inline: bool, message: Message | None) -> None:
-            if text.strip():
-                sources.append(Source(place, label, text, rate, inline))
-                messages.append(message)
-
-        for earlier in self.earlier:
-            for label, text in earlier.excerpts:
-                add(-1, label, text, 0.3, False, None)
-        for i, step in enumerate(self.steps):
-            if i in whole or i in self.summaries:
-                continue
-            inline = i in partial
-            head = step.head
-            rate = self._rate(head)
-            if inline and self.voices[i] == "observation":
-                add(step.start, "", head.text, rate, True, head)
-            elif not inline:
-                who = {"assistant": "assistant", "observation": head.name or "output"}.get(self.voices[i], head.role)
-                add(step.start, f"{step.start} {who}", head.text, rate, False, None)
-                for call in head.calls:
-                    add(step.start, f"{step.start} {call.name}", call_text(call), rate, False, None)
-            for position, result in enumerate(step.results):
-                name = head.calls[position].name if position < len(head.calls) else "result"
-                index = step.start + 1 + position
-                add(index, f"{index} {name}", result.text, self._rate(result), inline, result if inline else None)
-        return sources, messages
-
-    def _rate(self, message: Message) -> float:
+    def rate(self, message: Message) -> float:
+        """Tokens per character."""
         size = len(message.text) + sum(len(call.arguments) + len(call.name) for call in message.calls)
         return min(1.5, self.ruler.message(message) / size) if size else 0.3
 
-    def _assemble(self, whole: set[int], partial: set[int], edited: dict[int, Message], room: float) -> Conversation:
-        folded = [i for i in range(len(self.steps)) if i not in whole and i not in partial and i not in self.summaries]
-        sources, inline_messages = self._sources(whole, partial)
-        previous = ledger.EMPTY
+    def mentions(self) -> Iterator[forecast.Mention]:
+        turn = 0
         for earlier in self.earlier:
-            previous = earlier.ledger
-        book = ledger.extract([self.steps[i] for i in folded], previous) if folded else previous
-        picks = Picks(sources)
-        for i in whole:
-            for message in (edited.get(i, self.steps[i].head), *self.steps[i].results):
-                self._cover(picks, message)
-        for i in partial:
-            if self.voices[i] != "observation":
-                self._cover(picks, self.steps[i].head)
-        for message in self.conversation.preamble:
-            self._cover(picks, message)
-        text = ""
-        if folded or self.summaries:
-            text = ledger.render(book, style="detailed", max_tokens=max(40, int(0.45 * room)), ruler=self.ruler)
-            room -= self.ruler.text(text) + 60
-            for names, quoted in zip(entities.scan(text).names, entities.scan(text).lines, strict=True):
-                picks.cover(names, digest.in_context(quoted))
-        needs = forecast.needs(self._mentions())
-        digest.choose(picks, needs, room)
-        digest.fill(picks, room)
-        while True:
-            candidate = self._written(whole, partial, edited, picks, inline_messages, text, book, bool(folded or self.summaries))
-            excess = self.ruler.total(candidate.messages) - self.budget.target
-            if excess <= 0 or not picks.order:
-                return candidate
-            freed = 0.0
-            while picks.order and freed < excess + 2:
-                source, line, cost = picks.order.pop()
-                picks.chosen[source].discard(line)
-                freed += cost * 0.9
+            for _, text in earlier.excerpts:
+                yield forecast.Mention(text, 0)
+        for i, step in enumerate(self.steps):
+            if i in self.summaries:
+                continue
+            mine = self.voices[i] == "assistant"
+            turn += mine
+            if step.head.text:
+                yield forecast.Mention(step.head.text, turn, mine=mine, asked=self.voices[i] == "request")
+            for call in step.head.calls:
+                yield forecast.Mention(call_text(call), turn, mine=True, call=True)
+            for result in step.results:
+                yield forecast.Mention(result.text, turn)
 
-    def _cover(self, picks: Picks, message: Message) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Which steps stay whole, which stay with outputs shortened by lines; all others are folded. room: tokens for lines.
+    edited: the first task, when it is too long to stay whole."""
+
+    whole: frozenset[int]
+    partial: frozenset[int]
+    room: float
+    edited: dict[int, Message]
+
+
+def _planned(history: _History, budget: Budget) -> _Plan:
+    ruler, newest = history.ruler, history.newest
+    room: float = budget.target - ruler.total(history.conversation.preamble)
+    whole = {i for i, step in enumerate(history.steps) if step.is_pending or step.head.is_instruction}
+    if history.last_user is not None:
+        whole.add(history.last_user)
+    room -= sum(history.cost(i) for i in whole)
+    edited: dict[int, Message] = {}
+    task = history.task
+    if task is not None and task not in whole and task != newest:
+        limit = max(64, int(TASK_SHARE * room))
+        cost = history.cost(task)
+        if cost > limit:
+            edited[task] = _shorter(history.steps[task].head, limit, ruler)
+            cost = ruler.message(edited[task])
+        whole.add(task)
+        room -= cost
+    partial: set[int] = set()
+    if newest not in whole:
+        if history.cost(newest) <= NEWEST_SHARE * room:
+            whole.add(newest)
+            room -= history.cost(newest)
+        else:
+            partial.add(newest)
+            room -= history.skeleton(newest)
+    tail = TAIL_SHARE * room
+    for i in range(newest - 1, -1, -1):
+        if i in whole:
+            continue
+        cost = history.skeleton(i)
+        if cost > tail or i in history.summaries:
+            break
+        tail -= cost
+        room -= cost
+        partial.add(i)
+    return _Plan(frozenset(whole), frozenset(partial), room, edited)
+
+
+def _shorter(message: Message, tokens: int, ruler: Ruler) -> Message:
+    """The message with the middle of its words left out, in about `tokens`."""
+    text = message.text
+    rate = ruler.message(message) / max(1, len(text))
+    shorter = message
+    for _ in range(4):
+        shorter = with_text(message, shorten.cut_middle(text, max(80, int(tokens / rate))))
+        cost = ruler.message(shorter)
+        if cost <= tokens:
+            break
+        rate *= cost / tokens * 1.02
+    return shorter
+
+
+# --- what is said ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Texts that lines may be taken from. messages[i]: the message that sources[i] stays in, None when it is folded."""
+
+    sources: tuple[Source, ...]
+    messages: tuple[Message | None, ...]
+
+
+def _candidates(history: _History, plan: _Plan) -> _Candidates:
+    found: list[tuple[Source, Message | None]] = []
+    for earlier in history.earlier:
+        found.extend((Source(-1, label, text, 0.3), None) for label, text in earlier.excerpts)
+    for i, step in enumerate(history.steps):
+        if i in plan.whole or i in history.summaries:
+            continue
+        inline = i in plan.partial
+        found.extend(_head_sources(history, i, step, inline))
+        for position, result in enumerate(step.results):
+            name = step.head.calls[position].name if position < len(step.head.calls) else "result"
+            index = step.start + 1 + position
+            source = Source(index, f"{index} {name}", result.text, history.rate(result), inline, output=True)
+            found.append((source, result if inline else None))
+    kept = [(source, message) for source, message in found if source.text.strip()]
+    return _Candidates(tuple(source for source, _ in kept), tuple(message for _, message in kept))
+
+
+def _head_sources(history: _History, i: int, step: Step, inline: bool) -> Iterator[tuple[Source, Message | None]]:
+    head, rate = step.head, history.rate(step.head)
+    output = history.voices[i] == "observation" or head.is_result
+    if inline:
+        if output:
+            yield Source(step.start, "", head.text, rate, True, output=True), head
+        return
+    who = (head.name or "output") if output else head.role
+    yield Source(step.start, f"{step.start} {who}", head.text, rate, output=output), None
+    for call in head.calls:
+        yield Source(step.start, f"{step.start} {call.name}", call_text(call), rate), None
+
+
+def _written(history: _History, plan: _Plan, budget: Budget, layer: ContextCollapse) -> Conversation:
+    candidates = _candidates(history, plan)
+    folded = [step for i, step in enumerate(history.steps) if i not in plan.whole | plan.partial | history.summaries]
+    picks = Picks(candidates.sources)
+    _cover_kept(history, plan, picks)
+    room = plan.room
+    book, quotes = ledger.EMPTY, list[Quote]()
+    if folded or history.summaries:
+        room -= FRAME_TOKENS
+        book = ledger.extract(folded, _merged(history.earlier))
+        quotes = _reserved(history, plan, book, picks, room)
+        room -= sum(history.ruler.text(quote.text) + 3 for quote in quotes)
+        for quote in quotes:
+            for names, line in zip(entities.scan(quote.text).names, entities.scan(quote.text).lines, strict=True):
+                picks.cover(names, digest.in_context(line))
+    needs = forecast.needs(tuple(history.mentions()))
+    digest.choose(picks, needs, room)
+    digest.fill(picks, room)
+    while True:
+        made = _assembled(history, plan, picks, candidates, quotes, book, layer)
+        excess = budget.ruler.total(made.messages) - budget.target
+        if excess <= 0 or not (picks.order or quotes):
+            return made
+        if not picks.drop(excess):
+            quotes = quotes[: len(quotes) // 2]
+
+
+def _merged(earlier: Sequence[Earlier]) -> Ledger:
+    """The ledgers of several summaries as one: usually there is one."""
+    if len(earlier) < 2:
+        return earlier[0].ledger if earlier else ledger.EMPTY
+    merged = earlier[0].ledger
+    for more in (other.ledger for other in earlier[1:]):
+        merged = replace(
+            merged,
+            goal=merged.goal or more.goal,
+            user_requests=tuple(dict.fromkeys(merged.user_requests + more.user_requests)),
+            constraints=tuple(dict.fromkeys(merged.constraints + more.constraints)),
+            errors=tuple(dict.fromkeys(merged.errors + more.errors)),
+            decisions=tuple(dict.fromkeys(merged.decisions + more.decisions)),
+            conclusions=tuple(dict.fromkeys(merged.conclusions + more.conclusions)),
+            files=tuple(dict.fromkeys(merged.files + more.files)),
+            commands=tuple(dict.fromkeys(merged.commands + more.commands)),
+            entities=tuple(dict.fromkeys(merged.entities + more.entities)),
+            folded_messages=merged.folded_messages + more.folded_messages,
+        )
+    return merged
+
+
+def _cover_kept(history: _History, plan: _Plan, picks: Picks) -> None:
+    """What is said in place anyway needs no line."""
+    kept = list(history.conversation.preamble)
+    for i in plan.whole:
+        kept.extend((plan.edited.get(i, history.steps[i].head), *history.steps[i].results))
+    kept.extend(history.steps[i].head for i in plan.partial if history.voices[i] != "observation")
+    for message in kept:
         for text in (message.text, *(call_text(call) for call in message.calls)):
-            it = entities.scan(text)
-            for names in it.names:
+            for names in entities.scan(text).names:
                 picks.cover(names, True)
 
-    def _written(
-        self, whole: set[int], partial: set[int], edited: dict[int, Message], picks: Picks, inline: list[Message | None],
-        text: str, book: Ledger, summarized: bool,
-    ) -> Conversation:  # fmt: skip
-        changed: dict[int, Message] = {}
-        lines = [text.replace("\n§", "\n\\§")] if text else []
-        label = ""
-        for position, source in enumerate(picks.sources):
-            message = inline[position]
-            if message is not None:
-                changed[source.place] = with_text(message, self._kept(source, picks.chosen[position]))
+
+def _reserved(history: _History, plan: _Plan, book: Ledger, picks: Picks, room: float) -> list[Quote]:
+    """The summary's quotes; error lines of outputs that stay in place are taken there."""
+    spoken = [i for i, voice in enumerate(history.voices) if voice == "assistant" and history.steps[i].head.text.strip()]
+    last = spoken[-1] if spoken else None
+    in_place = last is None or last in plan.whole or last in plan.partial
+    last_words = "" if last is None or in_place else history.steps[last].head.text
+    errors = _recent_errors(picks, room)
+    goal = history.task is None
+    return reserve.quotes(book, last_words=last_words, errors=errors, room=room, ruler=history.ruler, goal=goal)
+
+
+def _recent_errors(picks: Picks, room: float) -> list[str]:
+    """Distinct error lines of folded outputs, newest first; those of outputs that stay in place are taken there."""
+    found: dict[str, None] = {}
+    limit = reserve.ERRORS + reserve.MORE_ERRORS
+    purse = reserve.ERRORS_SHARE * room
+    for position in range(len(picks.sources) - 1, -1, -1):
+        source = picks.sources[position]
+        if not source.output or not signals.may_hold_error(source.text):
+            continue
+        lines = entities.scan(source.text).lines
+        for number in range(len(lines) - 1, -1, -1):
+            line = lines[number].strip()
+            if line in found or not signals.is_error_line(line):
                 continue
-            if not picks.chosen[position]:
+            if source.inline:
+                cost = picks.cost(position, number)
+                if cost <= purse:
+                    purse -= cost
+                    picks.take(position, number, cost)
                 continue
-            if source.label != label:
-                label = source.label
-                lines.append(f"§ {label}")
-            lines.extend(escaped(line) for line in digest.excerpt(source, picks.chosen[position]))
-        out: list[Message] = list(self.conversation.preamble)
-        body = "\n".join([_NOTE.format(count=book.folded_messages), *_sectioned(lines)])
-        placed = not summarized
-        started = False
-        for i, step in enumerate(self.steps):
-            if i in whole or i in partial:
-                if not placed and started:
-                    out.append(sealed(body, self.layer.role, self.layer.key))
-                    placed = True
-                if i in edited:
-                    out.append(edited[i])
-                else:
-                    out.extend(changed.get(index, message) for index, message in enumerate(step.messages, step.start))
-            else:
-                started = True
-        if not placed:
-            out.append(sealed(body, self.layer.role, self.layer.key))
-        return self.conversation.with_messages(out)
-
-    def _kept(self, source: Source, chosen: set[int]) -> str:
-        text = digest.in_place(source, chosen)
-        if text is source.text or json_text.parse(source.text) is None:
-            return text
-        return shorten.shorten(source.text, max(shorten.SMALLEST, len(text)))
+            found[line] = None
+            if len(found) >= limit:
+                return list(found)
+    return list(found)
 
 
-def _sectioned(lines: list[str]) -> list[str]:
-    """Ledger headings get our mark."""
-    out = []
-    for block in lines:
-        for line in block.split("\n"):
-            out.append(f"§ {line[:-1]}" if line.endswith(":") and line[:-1] in ledger.SECTIONS else line)
+def _assembled(
+    history: _History, plan: _Plan, picks: Picks, candidates: _Candidates, quotes: list[Quote], book: Ledger, layer: ContextCollapse
+) -> Conversation:  # fmt: skip
+    changed: dict[int, Message] = {}
+    excerpts: list[summary.Excerpt] = []
+    for source, message, chosen in zip(candidates.sources, candidates.messages, picks.chosen, strict=True):
+        if message is not None:
+            changed[source.place] = with_text(message, _kept_text(source, chosen))
+        elif chosen:
+            excerpts.append((source.label, digest.excerpt(source, chosen)))
+    folds = any(i not in plan.whole and i not in plan.partial for i in range(len(history.steps)))
+    message = summary.write(book.folded_messages, quotes, excerpts, role=layer.role, key=layer.key) if folds else None
+    return history.conversation.with_messages(_ordered(history, plan, changed, message))
+
+
+def _ordered(history: _History, plan: _Plan, changed: dict[int, Message], written: Message | None) -> list[Message]:
+    """The preamble, then what stays; the summary where the first folded step was, but before the last user message: what a
+    person said last must stay the last thing that a person said."""
+    out = list(history.conversation.preamble)
+    placed = written is None
+    for i, step in enumerate(history.steps):
+        stays = i in plan.whole or i in plan.partial
+        if not placed and written is not None and (not stays or i == history.last_user):
+            out.append(written)
+            placed = True
+        if i in plan.edited:
+            out.append(plan.edited[i])
+        elif stays:
+            out.extend(changed.get(index, message) for index, message in enumerate(step.messages, step.start))
     return out
+
+
+def _kept_text(source: Source, chosen: set[int]) -> str:
+    text = digest.in_place(source, chosen)
+    if text is source.text or json_text.parse(source.text) is None:
+        return text
+    return shorten.shorten(source.text, max(shorten.SMALLEST, len(text)))
 
 
 def call_text(call: ToolCall) -> str:
@@ -422,18 +377,19 @@ def call_text(call: ToolCall) -> str:
     )
 
 
-def repair(conversation: Conversation, lines: Sequence[str], budget: Budget) -> Conversation:
+def repair(
+    conversation: Conversation, lines: Sequence[str], budget: Budget, *, role: str = "user", key: bytes = b""
+) -> Conversation:
     """The conversation with these verbatim lines in its summary message (or in a new one after the preamble)."""
     missing = [line for line in dict.fromkeys(lines) if line.strip()]
     if not missing:
         return conversation
     messages = list(conversation.messages)
-    quoted = "\n".join(escaped(line) for line in missing)
+    quoted = "\n".join(summary.escape(line) for line in missing)
     for index, message in enumerate(messages):
-        body = body_of(message)
+        body = summary.body_of(message, key)
         if body is not None:
-            messages[index] = sealed(f"{body}\n§ Kept\n{quoted}", message.role)
+            messages[index] = summary.sealed(f"{body}\n{summary.MARK} Kept\n{quoted}", message.role, key)
             return conversation.with_messages(messages)
-    at = len(conversation.preamble)
-    messages.insert(at, sealed(f"{_NOTE.format(count=0)}\n§ Kept\n{quoted}", "user"))
+    messages.insert(len(conversation.preamble), summary.write(0, (), [("Kept", missing)], role=role, key=key))
     return conversation.with_messages(messages)

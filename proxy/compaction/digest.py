@@ -27,13 +27,14 @@ GAP_TOKENS = 2
 @dataclass(frozen=True, slots=True)
 class Source:
     """One text that lines can be taken from. place: the message's index. label: what the summary calls it.
-    rate: tokens per character. inline: it stays in place, so that no header is due. used: the assistant wrote it."""
+    rate: tokens per character. inline: it stays in place, so that no header is due. output: a tool or the world said it."""
 
     place: int
     label: str
     text: str
     rate: float
     inline: bool = False
+    output: bool = False
 
 
 @dataclass(slots=True)
@@ -61,6 +62,16 @@ class Picks:
         self.spent += cost
         self.order.append((source, line, cost))
         self.cover(entities.scan(it.text).names[line], in_context(entities.scan(it.text).lines[line]))
+
+    def drop(self, tokens: float) -> bool:
+        """Give up the lines taken last, at least so many tokens' worth; False when there is none left."""
+        freed = 0.0
+        while self.order and freed < tokens + 2:
+            source, line, cost = self.order.pop()
+            self.chosen[source].discard(line)
+            freed += 0.9 * cost
+        self.spent -= freed
+        return freed > 0
 
     def cover(self, names: Iterable[str], full: bool) -> None:
         level = 1.0 if full else BARE

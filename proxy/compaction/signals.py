@@ -46,6 +46,8 @@ _ERROR = re.compile(
     | \b(?:Segmentation\ fault|core\ dumped|Bus\ error|Killed|Aborted|stack\ overflow|out\ of\ memory|Assertion\s+.*failed)\b
     | ^\s*(?:Command|Request|Operation|Connection|Process|The\ command)\b.{0,60}\b(?:timed\ out|failed|refused|aborted|was\ killed)
     | ^\s*(?:Cannot|Could\ not|Couldn't|Can't|Unable\ to|Failed\ to|Invalid|Unexpected|Unknown|Unrecognized|Missing)\s+\w
+    | \b(?:command\ not\ found|no\ such\ file\ or\ directory|permission\ denied|not\ a\ git\ repository):\s*\S
+    | ^\(eval\):\d+:\s | \[Errno\ \d+\] | \bdue\ to\ (?:an?\ )?(?:exception|error)\b
     | \bCONFLICT\s+\( | ^\s*Automatic\ merge\ failed | ^\s*!\s+\[(?:rejected|remote\ rejected)\]
     | \bHTTP(?:/\d(?:\.\d)?)?\s+[45]\d\d\b | \bstatus(?:\s+code)?:?\s+[45]\d\d\b
     | (?:错误|失败|异常)\s*(?:[:：!！。]|$) | ^\s*(?:错误|失败|异常|エラー|例外|無効)
@@ -119,6 +121,11 @@ def _reports_failure(line: str) -> bool:
     if _CODE.search(line) and not _RUNNER_ASSIGNMENT.search(line):
         return False
     return _PROSE.search(line) is None
+
+
+def may_hold_error(text: str) -> bool:
+    """False when no line of the text can be an error line: a quick look before going through them."""
+    return _SUSPECT.search(text) is not None
 
 
 def error_lines(text: str) -> list[str]:

@@ -1,0 +1,129 @@
+"""What the summary quotes before anything else: the conclusion, what was asked, what went wrong, what binds.
+
+Each kind has a cap of its own, so that none can push out the others; within a kind the newest comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proxy.compaction import entities, signals
+from proxy.compaction.ledger import Ledger, failure_line, shortened
+from proxy.tokens import Ruler
+
+CONCLUSION_SHARE, CONCLUSION_TOKENS = 0.04, 90
+"""Of the room, but at least so many tokens: the newest words of the assistant."""
+REQUESTS_SHARE = 0.40
+ERRORS_SHARE, ERRORS = 0.20, 8
+"""The newest error lines, whatever they cost up to the share."""
+MORE_ERRORS_SHARE, MORE_ERRORS = 0.06, 30
+CONSTRAINTS_SHARE = 0.15
+NOTES_SHARE = 0.05
+"""Next step, edited files, decisions, resolved errors: what the lines of the digest mostly show anyway."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """One item of the summary. section: one of the ledger's."""
+
+    section: str
+    text: str
+
+
+@dataclass(slots=True)
+class _Purse:
+    """Tokens left of a cap."""
+
+    ruler: Ruler
+    left: float
+
+    def pays(self, text: str, overhead: int = 3) -> bool:
+        """True, and paid, when the text fits."""
+        cost = self.ruler.text(text) + overhead
+        if cost > self.left:
+            return False
+        self.left -= cost
+        return True
+
+
+def quotes(book: Ledger, *, last_words: str, errors: Sequence[str], room: float, ruler: Ruler, goal: bool) -> list[Quote]:
+    """What is quoted, in the order of reading.
+
+    last_words: the newest words of the assistant, empty when they stay in place. errors: distinct error lines, newest first.
+    room: tokens that the summary may take in all. goal: the first task does not stay in place.
+    """
+    found: list[Quote] = []
+    if goal and book.goal:
+        found.append(Quote("Goal", _bounded(book.goal, 0.15 * room, ruler)))
+    found.extend(_requests(book, room, ruler, leave_out=book.goal if goal else ""))
+    shown = "\n".join(quote.text for quote in found)
+    purse = _Purse(ruler, CONSTRAINTS_SHARE * room)
+    bound = [text for text in reversed(book.constraints) if text not in shown and purse.pays(text)]
+    found.extend(Quote("Constraints", text) for text in reversed(bound))
+    found.extend(_errors(book, errors, room, ruler))
+    if last_words.strip():
+        limit = max(CONCLUSION_TOKENS, CONCLUSION_SHARE * room)
+        found.append(Quote("Conclusions", _bounded(last_words.strip(), min(limit, room / 3), ruler)))
+    found.extend(_notes(book, room, ruler))
+    return found
+
+
+def _bounded(text: str, tokens: float, ruler: Ruler) -> str:
+    """The text, or its beginning and end, in about `tokens`."""
+    size = ruler.text(text)
+    if size <= tokens:
+        return text
+    return shortened(text, max(40, int(len(text) * tokens / size)))
+
+
+def _requests(book: Ledger, room: float, ruler: Ruler, leave_out: str) -> list[Quote]:
+    """Lines of requests: what plainly asks, newest first; then the rest, newest first."""
+    asked = [request for request in book.user_requests if request.text != leave_out]
+    lines = [entities.split_lines(request.text)[0] for request in asked]
+    chosen: list[set[int]] = [set() for _ in asked]
+    purse = _Purse(ruler, REQUESTS_SHARE * room)
+    for key_lines in (True, False):
+        for position in range(len(asked) - 1, -1, -1):
+            wanted = set(signals.requests(asked[position].text)) if key_lines and len(lines[position]) > 2 else set()
+            for number, line in enumerate(lines[position]):
+                if number in chosen[position] or (wanted and not any(sentence in line for sentence in wanted)):
+                    continue
+                if purse.pays(line, 1 if chosen[position] else 3):
+                    chosen[position].add(number)
+    found = []
+    for request, texts, kept in zip(asked, lines, chosen, strict=True):
+        if kept:
+            section = "User requests (answered)" if request.answered else "User requests (open)"
+            whole = len(kept) == len(texts)
+            found.append(Quote(section, request.text if whole else "\n".join(texts[number] for number in sorted(kept))))
+    return found
+
+
+def _errors(book: Ledger, recent: Sequence[str], room: float, ruler: Ruler) -> list[Quote]:
+    purse = _Purse(ruler, ERRORS_SHARE * room)
+    newest = [line for line in recent[:ERRORS] if purse.pays(line)]
+    purse = _Purse(ruler, MORE_ERRORS_SHARE * room)
+    known = set(newest)
+    older = [
+        failure_line(failure) for failure in reversed(book.unresolved) if failure.first not in known and failure.last not in known
+    ]
+    more = [*recent[ERRORS:], *older]
+    newest.extend(line for line in dict.fromkeys(more[:MORE_ERRORS]) if line not in known and purse.pays(line))
+    return [Quote("Errors (unresolved)", line) for line in reversed(newest)]
+
+
+def _notes(book: Ledger, room: float, ruler: Ruler) -> list[Quote]:
+    purse = _Purse(ruler, NOTES_SHARE * room)
+    notes: list[Quote] = [
+        *((Quote("Next step", book.next_step),) if book.next_step else ()),
+        *(Quote("Files", f"{use.path} ({', '.join(use.operations)})") for use in reversed(book.files) if use.edited),
+        *(Quote("Decisions", text) for text in reversed(book.decisions)),
+        *(
+            Quote("Errors (resolved)", failure_line(failure))
+            for failure in reversed(book.errors)
+            if failure.resolved_by is not None
+        ),
+    ]
+    kept = [note for note in notes if purse.pays(note.text)]
+    return kept[::-1]
