@@ -17,6 +17,7 @@ from prometheus_client.gc_collector import GCCollector
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.process_collector import ProcessCollector
 
+from proxy import __version__
 from proxy.compaction import CompactionResult, CriticalItems
 
 CHAT, COMPACT, ANY = "/chat/completions", "/v1/compact", "/{path}"
@@ -198,7 +199,7 @@ class Metrics:
         *,
         model_names: Iterable[str] = (),
         layers: Iterable[str] = LAYERS,
-        version: str = "",
+        version: str = __version__,
         directory: Path | None = None,
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` doubles the lines of a scrape and no panel asks for it
@@ -304,7 +305,7 @@ class Metrics:
 
     def _make_process_metrics(self, version: str) -> None:
         build = self._gauge("build_info", "Always 1; the label says what runs.", "version", mode="livemax")
-        build[version or "unknown"].set(1)
+        build[version].set(1)
         self._loaded = Gauge(
             "compaction_config_loaded_timestamp_seconds",
             "When the configuration was loaded.",
