@@ -43,11 +43,11 @@ class Upstream(Settings, frozen=True):
 
 
 class Price(Settings, frozen=True):
-    """Dollars a million tokens."""
+    """Dollars a million tokens. cached_input: what a prompt token costs that the provider had in its cache, if less."""
 
-    input: float | None = None
+    input: float
+    output: float
     cached_input: float | None = None
-    output: float | None = None
 
 
 class Model(Settings, frozen=True):

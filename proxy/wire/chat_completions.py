@@ -26,7 +26,8 @@ KINDS = {
     "redacted_thinking": "reasoning",
     "reasoning": "reasoning",
 }
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+MAX_MESSAGES = 20_000
+"""A longer array is no conversation that we could make fit; parsing a million messages would cost seconds."""
 
 
 class MessageCache:
@@ -53,9 +54,9 @@ class MessageCache:
         return message
 
 
-def matches(path: bytes) -> bool:
+def matches(path: str) -> bool:
     """Whether a request path (without query) is this endpoint, under any prefix."""
-    return path.endswith(b"/chat/completions")
+    return path.endswith("/chat/completions")
 
 
 def read(body: bytes, parse: Callable[[bytes], Message] | None = None) -> Request:
@@ -64,8 +65,11 @@ def read(body: bytes, parse: Callable[[bytes], Message] | None = None) -> Reques
     raw_messages = fields.get("messages")
     if raw_messages is None or raw_messages[:1] != b"[":
         raise Unreadable("no_messages")
+    items = slices.split_array(raw_messages)
+    if len(items) > MAX_MESSAGES:
+        raise Unreadable("too_many_messages")
     parse = parse or read_message
-    messages = tuple(parse(item) for item in slices.split_array(raw_messages))
+    messages = tuple(parse(item) for item in items)
     before = list(fields).index("messages")
     del fields["messages"]
     return Request(
@@ -183,7 +187,7 @@ def _call(raw: bytes) -> ToolCall:
 
 def _arguments(function: Mapping[str, bytes]) -> str:
     raw = function.get("arguments", b'""')
-    return slices.read_string(raw) if raw[:1] == b'"' else raw.decode()
+    return slices.read_string(raw) if raw[:1] == b'"' else slices.read_text(raw)
 
 
 def _string_or_empty(raw: bytes | None) -> str:
@@ -219,15 +223,19 @@ def _new_fields(message: Message) -> Iterator[tuple[str, bytes]]:
 def _edited_fields(message: Message, origin: dict[str, bytes]) -> Iterator[tuple[str, bytes]]:
     kept = {part.place: part.raw for part in message.parts if isinstance(part, Opaque) and part.place != "content"}
     has_content = any(isinstance(part, (Text, ToolResult)) or _is_content(part) for part in message.parts)
+    calls = message.calls
+    function = None
+    if origin.get("function_call", b"null")[:1] == b"{":  # was read as the last call
+        calls, function = calls[:-1], calls[-1] if calls else None
     for key, value in origin.items():
         if key == "content":
             yield key, _content(message, value)
         elif key == "tool_calls" and value != b"null":
-            if message.calls:
-                yield key, slices.join_array([_call_json(call) for call in message.calls])
-        elif key == "function_call" and value != b"null":
-            if message.calls:
-                yield key, _edited_function(message.calls[-1], value)
+            if calls or value.strip(b"[] \t\r\n") == b"":
+                yield key, slices.join_array([_call_json(call) for call in calls])
+        elif key == "function_call" and value[:1] == b"{":
+            if function is not None:
+                yield key, _edited_function(function, value)
         elif key in REASONING_FIELDS or key in OPAQUE_FIELDS:
             if key in kept or value == b"null":
                 yield key, value

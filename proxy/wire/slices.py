@@ -29,7 +29,7 @@ def split_object(raw: bytes) -> dict[str, bytes]:
     except RecursionError:
         raise Unreadable("too_deep") from None
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return _split_object_slowly(_text(raw))
+        return _split_object_slowly(read_text(raw))
 
 
 def split_array(raw: bytes) -> list[bytes]:
@@ -39,7 +39,7 @@ def split_array(raw: bytes) -> list[bytes]:
     except RecursionError:
         raise Unreadable("too_deep") from None
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return _split_array_slowly(_text(raw))
+        return _split_array_slowly(read_text(raw))
 
 
 def read_string(raw: bytes) -> str:
@@ -62,7 +62,7 @@ def read_any(raw: bytes) -> Any:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         pass
     try:
-        return json.loads(_text(raw))
+        return json.loads(read_text(raw))
     except RecursionError:
         raise Unreadable("too_deep") from None
     except ValueError:
@@ -87,7 +87,8 @@ def join_array(items: list[bytes]) -> bytes:
     return b"[" + b",".join(items) + b"]"
 
 
-def _text(raw: bytes) -> str:
+def read_text(raw: bytes) -> str:
+    """Bytes as text. Raises Unreadable when they are not UTF-8."""
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -148,7 +148,7 @@ def _read_stream(data: bytes) -> Usage:
         payload = line[5:].strip()
         if payload == b"[DONE]":
             done = True
-        elif (event := _event(payload)) is not None:
+        elif (model is None or b'"usage"' in payload) and (event := _event(payload)) is not None:
             model = model or event.model
             if event.usage is not None and event.usage.prompt_tokens is not None:
                 return _usage(event, done)

@@ -1,0 +1,185 @@
+"""The composition root: a configuration becomes rooms, and the rooms two ASGI apps."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+import structlog
+from starlette.applications import Starlette
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from proxy import __version__, tokens
+from proxy.admin import Readiness, admin_app
+from proxy.compaction.strategies import Pipeline, build
+from proxy.compactor import Compactor, Marks
+from proxy.config import Config, Log
+from proxy.discovery import Discoverer
+from proxy.endpoints import Proxy
+from proxy.errors import ConfigError
+from proxy.metrics import Metrics
+from proxy.server import Draining
+from proxy.upstream import Upstream
+from proxy.windows import Windows
+
+WARM_ENCODING = "o200k_base"
+"""Loaded before the first request comes: most models use it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """What the server runs. proxy: the proxy port's app. admin: the admin port's."""
+
+    proxy: ASGIApp
+    admin: ASGIApp
+    metrics: Metrics
+    compactor: Compactor
+
+
+def build_windows(config: Config) -> Windows:
+    """The registry of windows as configured."""
+    return Windows(config.models, default_window=config.default_window, upstream=config.upstream.url)
+
+
+def build_layers(config: Config) -> Pipeline:
+    """The configured strategy. Raises ConfigError."""
+    blocks = {
+        name: None if block is None else msgspec.to_builtins(block)
+        for name, block in (("context_collapse", config.context_collapse), ("auto_compact", config.auto_compact))
+    }
+    return build(config.compaction.strategy, layers=config.compaction.layers, **blocks)
+
+
+def build_compactor(config: Config, windows: Windows) -> Compactor:
+    """Everything that decides, without the network. Raises ConfigError."""
+    compaction = config.compaction
+    marks = Marks(compaction.trigger, compaction.target, compaction.min_gain, compaction.timeout_ms / 1000)
+    return Compactor(
+        windows,
+        build_layers(config),
+        marks,
+        enabled=compaction.enabled,
+        shadow=compaction.shadow,
+        max_body_bytes=config.max_body_bytes,
+    )
+
+
+def build_app(config: Config) -> Application:
+    """The two apps of a configuration. Raises ConfigError."""
+    _check_exposure(config)
+    windows = build_windows(config)
+    compactor = build_compactor(config, windows)
+    metrics = Metrics(model_names=[name for name in config.models if not set(name) & set("*?[")])
+    metrics.set_config_loaded(time.time())
+    api, root = _upstream(config, config.upstream.url), _upstream(config, _without_version(config.upstream.url))
+    discoverer = Discoverer(api, root, windows)
+    proxy = Proxy(
+        api,
+        compactor,
+        metrics,
+        max_body_bytes=config.max_body_bytes,
+        body_timeout=config.server.body_timeout,
+        client_keys=config.client_keys,
+        discover=discoverer.notice if config.compaction.discovery else lambda _: None,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: Any) -> AsyncIterator[None]:
+        tokens.ruler("gpt-4o", {}).text("warm")
+        metrics.set_tokenizer_degraded(WARM_ENCODING, tokens.degraded().get(WARM_ENCODING, False))
+        if config.compaction.discovery and _is_local(config.upstream.url):
+            discoverer.notice([])
+        yield
+        await discoverer.aclose()
+        await api.aclose()
+        await root.aclose()
+        compactor.close()
+
+    outer = _WithLifespan(proxy, Starlette(lifespan=lifespan))
+
+    def ready() -> Readiness:
+        degraded = sorted(name for name, wrong in tokens.degraded().items() if wrong)
+        details = {"tokenizer": f"degraded: {', '.join(degraded)}" if degraded else "exact", "version": __version__}
+        return Readiness(not outer.draining.active, ("draining",) if outer.draining.active else (), details)
+
+    def extras() -> Mapping[str, object]:
+        return {"version": __version__, "windows": {"learned": windows.learned(time.monotonic())}}
+
+    return Application(outer, admin_app(metrics, ready=ready, extras=extras), metrics, compactor)
+
+
+class _WithLifespan:
+    """The hot path for requests, Starlette for start and stop. draining: the server's own flag, once it has started us."""
+
+    def __init__(self, proxy: Proxy, lifespan: Starlette) -> None:
+        self._proxy, self._lifespan = proxy, lifespan
+        self.draining = Draining()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            self.draining = scope.get("state", {}).get("draining", self.draining)
+            await self._lifespan(scope, receive, send)
+        else:
+            await self._proxy(scope, receive, send)
+
+
+def configure_logging(log: Log) -> None:
+    """Structured lines on stderr: for people on a terminal, JSON elsewhere. Never message text, never credentials."""
+    level = getattr(logging, log.level.upper())
+    console = log.format == "console" or (log.format == "auto" and sys.stderr.isatty())
+    renderer: Any = structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _upstream(config: Config, url: str) -> Upstream:
+    given = config.upstream
+    return Upstream(
+        url,
+        connect_timeout=given.connect_timeout,
+        read_timeout=given.read_timeout,
+        api_key=given.api_key,
+        ca_file=given.ca_file,
+        transport=given.transport,
+    )
+
+
+def _without_version(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=parts.path.rstrip("/").removesuffix("/v1")))
+
+
+def _is_local(url: str) -> bool:
+    """A server on this machine or network: it needs no key, so it can be asked before a client brings one."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:
+        return host == "localhost" or "." not in host
+
+
+def _check_exposure(config: Config) -> None:
+    """Raises ConfigError where our own key would serve whoever reaches the port."""
+    host = config.server.host
+    loopback = host == "localhost" or host.startswith("127.") or host == "::1"
+    if config.upstream.api_key and not loopback and not config.client_keys:
+        raise ConfigError(
+            f"upstream.api_key with server.host {host!r} would serve whoever reaches the port: "
+            "set client_keys (COMPACTION_CLIENT_KEYS) or listen on 127.0.0.1"
+        )
