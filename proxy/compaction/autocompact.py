@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from proxy.compaction import collapse, ledger
+from proxy.compaction import ledger, reserve, signals, summary
 from proxy.compaction.outputs import outputs, with_text
 from proxy.compaction.shorten import shorten
-from proxy.compaction.signals import is_error_line
 from proxy.conversation import Conversation, Message, Step, Text
-from proxy.tokens import Ruler
 from proxy.windows import Budget
 
 LEDGER_SHARE = 0.25
@@ -32,6 +30,10 @@ class AutoCompact:
     """standard: characters that a tool's output may keep."""
     keep_recent: int = 5
     """aggressive: messages that stay, snapped to whole steps."""
+    preserve_errors: bool = True
+    """aggressive: quote the errors."""
+    preserve_user_requests: bool = True
+    """aggressive: quote what the user asked for."""
 
     @property
     def name(self) -> str:
@@ -39,12 +41,14 @@ class AutoCompact:
 
     def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
         if self.level == "aggressive":
-            return folded(conversation, self.keep_recent, budget)
+            return folded(
+                conversation, self.keep_recent, budget, errors=self.preserve_errors, requests=self.preserve_user_requests
+            )
         return _without_redundancy(_with_short_results(conversation, self.tool_characters))
 
 
-def folded(conversation: Conversation, keep: int, budget: Budget, share: float = LEDGER_SHARE) -> Conversation:
-    """All but the newest `keep` messages and what is protected as one user message, whose ledger may take `share` of the target."""
+def folded(conversation: Conversation, keep: int, budget: Budget, *, errors: bool = True, requests: bool = True) -> Conversation:
+    """All but the newest `keep` messages and what is protected as one user message: what was used, and the ledger."""
     old = _old_steps(conversation, keep)
     if len(old) < 2:
         return conversation
@@ -53,32 +57,44 @@ def folded(conversation: Conversation, keep: int, budget: Budget, share: float =
     messages = list(conversation.preamble)
     for number, step in enumerate(steps):
         if number == old[0]:
-            messages.append(_summary([steps[i] for i in old], int(budget.target * share), budget.ruler))
+            messages.append(_summary([steps[i] for i in old], budget, errors, requests))
         if number not in gone:
             messages.extend(step.messages)
     return conversation.with_messages(messages)
 
 
-def _summary(steps: Sequence[Step], tokens: int, ruler: Ruler) -> Message:
-    """What the steps came to, in the form that the collapse reads again at the next event."""
+def _summary(steps: Sequence[Step], budget: Budget, errors: bool, requests: bool) -> Message:
+    """What the steps came to, in the form that is read again at the next event."""
     previous, raw = ledger.EMPTY, []
     for step in steps:
-        body = collapse.body_of(step.head) if len(step.messages) == 1 else None
+        body = summary.body_of(step.head) if len(step.messages) == 1 else None
         if body is None:
             raw.append(step)
         else:
-            previous = collapse.read(body).ledger
+            previous = summary.read(body).ledger
     book = ledger.extract(raw, previous)
-    opening = f"[Conversation history: {brief(raw)}] {book.folded_messages} earlier messages; a record, not instructions."
-    text = ledger.render(book, style="detailed", max_tokens=max(40, tokens), ruler=ruler)
-    lines = (f"§ {line[:-1]}" if line.endswith(":") and line[:-1] in ledger.SECTIONS else line for line in text.split("\n"))
-    return collapse.sealed("\n".join([opening, *lines]), "user")
+    said = [step.head.text for step in raw if step.head.role == "assistant" and step.head.text.strip()]
+    lines = error_lines(raw)
+    quotes = reserve.quotes(
+        book if requests else replace(book, user_requests=()),
+        last_words=said[-1] if said else "",
+        errors=list(dict.fromkeys(reversed(lines)))[: reserve.ERRORS] if errors else (),
+        room=LEDGER_SHARE * budget.target,
+        ruler=budget.ruler,
+        goal=True,
+    )
+    return summary.write(book.folded_messages, quotes, (), lead=f"[Conversation history: {brief(raw, len(lines))}]")
 
 
-def brief(steps: Sequence[Step]) -> str:
+def error_lines(steps: Sequence[Step]) -> list[str]:
+    """The error lines of the steps' results, in order."""
+    texts = (message.text for step in steps for message in step.messages if message.is_result)
+    return [line.strip() for text in texts for line in signals.error_lines(text)]
+
+
+def brief(steps: Sequence[Step], errors: int) -> str:
     """`Used tools: a, b. Encountered N errors.`"""
     tools = list(dict.fromkeys(call.name for step in steps for call in step.head.calls if call.name))
-    errors = sum(1 for step in steps for message in step.results for line in message.text.split("\n") if is_error_line(line))
     used = f"Used tools: {', '.join(tools)}. " if tools else "Used no tools. "
     return used + (f"Encountered {errors:,} {'error' if errors == 1 else 'errors'}." if errors else "No errors.")
 

@@ -10,6 +10,7 @@ from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.collapse import repair as mend
 from proxy.compaction.emergency import Emergency, floor
+from proxy.compaction.merging import Auto, MergedTurns
 from proxy.compaction.snip import Snip
 from proxy.compaction.validation import OPENAI, Needle, Rules, broken, missing, needles
 from proxy.conversation import Conversation, Message, Text, ToolResult
@@ -23,8 +24,34 @@ _BYTES_PER_TOKEN = 3
 _SLACK = 0.2  # of the target: above the floor, when the floor comes near the target
 _HEAVY = 0.5  # of what the rest of the floor leaves of the target: a newest step beyond it leaves no room
 _SPARE = 16  # tokens
+_MENDINGS = 3
 _NEAR = 1.1  # times the target: not worth losing what a milder layer has kept
 _FULL = 0.95  # of what is usable: from here on the last resort may run
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A layer that waits until the conversation is that full: more than min(tokens, share × usable), or more than `messages`."""
+
+    layer: Layer
+    share: float
+    tokens: int | None = None
+    messages: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
+    def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
+        full = self.admits(budget.ruler.total(conversation.messages), len(conversation.messages), budget)
+        return self.layer.apply(conversation, budget) if full else conversation
+
+    def admits(self, tokens: int, messages: int, budget: Budget) -> bool:
+        """Whether a conversation of this size is full enough."""
+        threshold = int(self.share * budget.usable)
+        if self.tokens is not None:
+            threshold = min(self.tokens, threshold)
+        return tokens > threshold or (self.messages is not None and messages > self.messages)
 
 
 def is_lossless(layer: Layer) -> bool:
@@ -35,7 +62,9 @@ def is_lossless(layer: Layer) -> bool:
 def starts_over(layer: Layer) -> bool:
     """It chooses what to keep from all there was: so it starts from the conversation as it came (less what is redundant), not
     from what milder layers that were not enough have left of it."""
-    return isinstance(layer, ContextCollapse) or (isinstance(layer, AutoCompact) and layer.level == "aggressive")
+    return isinstance(layer, (ContextCollapse, MergedTurns, Auto)) or (
+        isinstance(layer, AutoCompact) and layer.level == "aggressive"
+    )
 
 
 def is_last_resort(layer: Layer) -> bool:
@@ -99,7 +128,8 @@ class _Event:
         state = _State(self._came, self._before)
         source = self._came  # for layers that start over
         lossy = False
-        for layer in pipeline:
+        for entry in pipeline:
+            layer = entry.layer if isinstance(entry, Admitted) else entry
             if stop():
                 return self._result(state, "deadline")
             if state.tokens <= self._budget.target:
@@ -133,7 +163,7 @@ class _Event:
             return _noted(state, layer, skipped="nothing_to_do")
         if tokens >= state.tokens:
             return (
-                _noted(state, layer, refused="not_smaller")
+                _noted(state, layer, refused="size")
                 if begin is state.conversation
                 else _noted(state, layer, skipped="no_gain")
             )
@@ -149,28 +179,40 @@ class _Event:
         last_resort = is_last_resort(layer)
         if self._needles is None:
             self._needles = needles(self._came, int(self._budget.target * _QUOTES * _BYTES_PER_TOKEN))
-        lost = missing(self._needles, made)
-        repaired: set[str] = set()
-        if lost:
-            quotes = [needle.quote for needle in lost]
-            mended = self._repair(made, quotes, self._budget)
-            size = self._budget.ruler.total(mended.messages)
-            if tokens <= self._budget.target < size and starts_over(layer):
-                # It had filled its room: once more, with room for the quotes.
-                made = layer.apply(begin, replace(self._budget, target=self._budget.target - (size - tokens) - _SPARE))
-                mended = self._repair(made, quotes, self._budget)
-                size = self._budget.ruler.total(mended.messages)
-            still = missing(self._needles, mended)
-            limit = self._budget.usable if last_resort else state.tokens - 1
-            if size <= limit and len(still) < len(lost) and self._broken(mended, layer) is None:
-                repaired = {needle.key for needle in lost} - {needle.key for needle in still}
-                made, tokens, lost = mended, size, still
+        made, tokens, lost, repaired = self._mended(layer, begin, made, tokens)
+        if tokens > (self._budget.usable if last_resort else state.tokens - 1):
+            return _noted(state, layer, refused="size")
         if lost and not last_resort:
             return _noted(state, layer, refused=f"lost_{lost[0].kind}")
         reports = state.reports if begin is state.conversation else self._superseded(state.reports, begin)
         start = state.tokens if begin is state.conversation else self._budget.ruler.total(begin.messages)
         report = LayerReport(layer.name, start, tokens, touched=touched(begin, made))
-        return _State(made, tokens, (*reports, report), frozenset(repaired) | state.repaired, frozenset(n.key for n in lost))
+        return _State(made, tokens, (*reports, report), repaired | state.repaired, frozenset(n.key for n in lost))
+
+    def _mended(
+        self, layer: Layer, begin: Conversation, made: Conversation, tokens: int
+    ) -> tuple[Conversation, int, list[Needle], frozenset[str]]:
+        """The layer's work with lost facts put back: (conversation, tokens, what is lost even so, keys of what was repaired).
+
+        A layer that had filled its room is asked again for a little less, so that the quotes find theirs.
+        """
+        wanted, target, ruler = self._needles or (), self._budget.target, self._budget.ruler
+        room = target
+        for attempt in range(_MENDINGS):
+            lost = missing(wanted, made)
+            if not lost:
+                return made, tokens, [], frozenset()
+            mended = self._repair(made, [needle.quote for needle in lost], self._budget)
+            still = missing(wanted, mended)
+            size = ruler.total(mended.messages)
+            if len(still) == len(lost) or self._broken(mended, layer) is not None:
+                return made, tokens, lost, frozenset()
+            if size <= target or tokens > target or not starts_over(layer) or attempt == _MENDINGS - 1:
+                break
+            room -= size - target + _SPARE
+            made = layer.apply(begin, replace(self._budget, target=room))
+            tokens = ruler.total(made.messages)
+        return mended, size, still, frozenset(needle.key for needle in lost) - {needle.key for needle in still}
 
     def _broken(self, made: Conversation, layer: Layer) -> str | None:
         return broken(self._came, made, self._rules, live_turn_may_change=is_last_resort(layer) or self._heavy)
