@@ -68,6 +68,7 @@ class Breaker:
         self._clock = clock
         self._pause = 0.0
         self._closed_until = 0.0
+        self._probing = False
 
     @property
     def is_healthy(self) -> bool:
@@ -79,15 +80,18 @@ class Breaker:
         if now < self._closed_until:
             return False
         if self._pause:
-            self._closed_until = now + self._pause
+            self._closed_until, self._probing = now + self._pause, True
         return True
 
     def succeeded(self) -> None:
         self._pause = self._closed_until = 0.0
+        self._probing = False
 
     def failed(self) -> None:
+        if self._pause and not self._probing:
+            return  # one of many that were under way when the first failed: it says nothing new
         self._pause = min(LONGEST_PAUSE, self._pause * 2 or PAUSE)
-        self._closed_until = self._clock() + self._pause
+        self._closed_until, self._probing = self._clock() + self._pause, False
 
 
 class Guard:

@@ -85,8 +85,8 @@ def _name(key: bytes) -> str:
 def _reason(error: Exception) -> str:
     """The error in a word."""
     text = str(error).upper()
-    if text.startswith(("OOM", "MISCONF")) or "MAXMEMORY" in text:
+    if text.startswith(("OOM", "MISCONF")) or "MAXMEMORY" in text or "USED MEMORY" in text:
         return "full"
-    if text.startswith("READONLY"):
+    if "READONLY" in text or "READ ONLY" in text:
         return "read_only"
     return "unreachable"
