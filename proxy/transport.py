@@ -120,9 +120,9 @@ class _Connection(asyncio.Protocol):
             self.silent += len(data)
             if self.silent > MAX_SILENT_BYTES and not self.finished:
                 self._fail("the upstream's answer has endless headers", "protocol")
-        if self.held > READ_AHEAD and not self.read_paused and self.transport is not None:
+        if self.held > READ_AHEAD and not self.read_paused and (transport := self._living()):
             self.read_paused = True
-            self.transport.pause_reading()
+            transport.pause_reading()
         self._wake_reader()
 
     def eof_received(self) -> None:
@@ -243,12 +243,11 @@ class _Connection(asyncio.Protocol):
 
     async def _send_pieces(self, pieces: AsyncIterator[bytes]) -> None:
         """Pass an upload on as it comes. A failing source breaks the request off."""
-        assert self.transport is not None
         try:
             async for piece in pieces:
-                if self.lost:
+                if not (transport := self._living()):
                     return
-                self.transport.write(piece)
+                transport.write(piece)
                 if self.write_paused:
                     self.writer = self.loop.create_future()
                     await self.writer
@@ -276,9 +275,10 @@ class _Connection(asyncio.Protocol):
             data = b"".join(pieces)
             pieces.clear()
         self.held = 0
-        if self.read_paused and self.transport is not None:
+        if self.read_paused:
             self.read_paused = False
-            self.transport.resume_reading()
+            if transport := self._living():
+                transport.resume_reading()
         return data
 
     async def _wait(self) -> None:
@@ -304,8 +304,12 @@ class _Connection(asyncio.Protocol):
             timeout = reason == "timeout"
             code = "upstream_timeout" if timeout else "upstream_unreachable"
             self.failure = UpstreamError(message, reason=reason, status=504 if timeout else 502, code=code)
-        if self.transport is not None and not self.lost:
-            self.transport.abort()
+        if transport := self._living():
+            transport.abort()
+
+    def _living(self) -> asyncio.Transport | None:
+        """The socket, unless it is closed or closing: uvloop raises when told anything then."""
+        return None if self.transport is None or self.lost or self.transport.is_closing() else self.transport
 
     def _wake_reader(self) -> None:
         reader, self.reader = self.reader, None
