@@ -157,7 +157,7 @@ def by_name(providers: dict[str, dict[str, Row]], lite: tuple[dict[str, Row], di
     offers: dict[str, list[Row]] = {}
     names: dict[str, Row] = {}
     for provider in (*MAKERS, *(provider for provider in providers if provider not in MAKERS)):
-        for name, entry in providers[provider].items():
+        for name, entry in providers.get(provider, {}).items():
             offers.setdefault(name, []).append(entry)
             if provider in MAKERS:
                 names.setdefault(name, entry)

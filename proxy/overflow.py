@@ -125,7 +125,12 @@ def classify(status: int, body: bytes) -> Overflow | None:
     """
     if status < 400:
         return None
-    text = _text(body)
+    answer = _parsed(body)
+    beginning = body[:_TEXT].decode("utf-8", "replace").partition('"input":')[0]
+    return _judged(status, _text(beginning if answer is None else answer))
+
+
+def _judged(status: int, text: str) -> Overflow | None:
     capped = _per_minute(text)
     if capped is not None:
         return capped
@@ -139,12 +144,12 @@ def classify(status: int, body: bytes) -> Overflow | None:
 
 
 def classify_event(event: bytes) -> Overflow | None:
-    """The same for the first event of a stream that began with 200, given with or without its `data:`.
+    """The same for the first event of a stream that began with 200, given with or without its `data:`; what follows it is
+    not read.
 
     Only an event that is an error is read: text that a model wrote is never taken for one.
     """
-    lines = [line.removeprefix(b"data:").strip() for line in event[:_BODY].splitlines() if line.startswith((b"data:", b"{"))]
-    answer = _parsed(b"\n".join(lines))
+    answer = _parsed(_first_data(event[:_BODY]))
     if not isinstance(answer, dict):
         return None
     error = answer.get("error")
@@ -152,7 +157,18 @@ def classify_event(event: bytes) -> Overflow | None:
         return None
     stated = error.get("code", error.get("status")) if isinstance(error, dict) else answer.get("code")
     status = stated if isinstance(stated, int) and 400 <= stated <= 599 else 400
-    return classify(status, json.dumps(error if error else answer).encode())
+    return _judged(status, _text(error if error else answer))
+
+
+def _first_data(received: bytes) -> bytes:
+    """The data of the first event in a stream's beginning, comments left out; or the JSON that stands in its place."""
+    data: list[bytes] = []
+    for line in received.splitlines():
+        if line.startswith((b"data:", b"{")):
+            data.append(line.removeprefix(b"data:").strip())
+        elif data and not line:
+            break
+    return b"\n".join(data)
 
 
 SMALLEST_CONTEXT: Final = 512
@@ -300,15 +316,13 @@ def _numbers(text: str) -> Iterator[tuple[str, int, str]]:
         )
 
 
-def _text(body: bytes) -> str:
-    """The strings of an error's body as one lower-case text, each closed by a NUL, quotes and extra blanks left out."""
-    answer = _parsed(body)
-    whole = body[:_TEXT].decode("utf-8", "replace").partition('"input":')[0] if answer is None else answer
-    if isinstance(whole, str) and whole.lstrip()[:1] == "<":
+def _text(answer: object) -> str:
+    """The strings of an error as one lower-case text, each closed by a NUL, quotes and extra blanks left out."""
+    if isinstance(answer, str) and answer.lstrip()[:1] == "<":
         return ""  # a page of some gateway on the way
     pieces: list[str] = []
     length = 0
-    for piece in _strings(whole):
+    for piece in _strings(answer):
         pieces.append(" ".join(piece[: _TEXT // 4].partition("'input':")[0].translate(_QUOTES).lower().split()))
         length += len(pieces[-1])
         if length > _TEXT:

@@ -133,7 +133,7 @@ def spellings(name: str) -> tuple[str, ...]:
     lowered = name[:NAME_LIMIT].strip().lower()
     if lowered.startswith("ft:"):
         lowered = lowered.split(":")[1]
-    parts = lowered.split("/")
+    parts = lowered.split("/", 4)  # account, publisher, gateway and provider at most stand before a name
     heads = ["/".join(parts[start:]) for start in range(len(parts))]
     found = [fold(head) for head in heads]
     found += [fold(_CLOUD_VERSION.sub("", _CLOUD_VENDOR.sub("", head))) for head in heads]

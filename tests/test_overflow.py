@@ -248,6 +248,14 @@ def test_a_stream_whose_first_event_is_an_error_is_read() -> None:
     assert classify_event(b'{"error": "Prompt tokens (9000) exceeds context size (8192)"}') is not None
 
 
+def test_only_the_first_event_of_a_stream_counts() -> None:
+    refusal = b'data: {"error": {"message": "Prompt tokens (9000) exceeds context size (8192)"}}\r\n\r\n'
+    chunk = b'data: {"choices": [{"index": 0, "delta": {"content": "Hello"}}]}\n\n'
+
+    assert classify_event(b": processing\n\n" + refusal + b"data: [DONE]\n\n") is not None
+    assert classify_event(chunk + refusal) is None
+
+
 def test_what_a_model_writes_is_never_read_as_a_refusal() -> None:
     chunk = {"choices": [{"index": 0, "delta": {"content": "prompt is too long: 213462 tokens > 200000 maximum"}}]}
 
@@ -329,6 +337,7 @@ HOSTILE = {
     "numbers": b"1 " * 500_000,
     "commas": b"1," * 500_000,
     "brackets": b"[" * 500_000 + b"]" * 500_000,
+    "depths": b'{"error": ' * 990 + b"1" + b"}" * 990,
     "blanks": json.dumps(" " * 900_000 + "prompt is too long").encode(),
     "sentences": b". " * 500_000,
     "backslashes": b'"' + b"\\\\" * 400_000 + b'"',
@@ -341,6 +350,7 @@ HOSTILE = {
 @pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
 def test_a_megabyte_of_anything_is_read_and_says_nothing(body: bytes) -> None:
     assert classify(400, body) is None
+    assert classify_event(b"data: " + body) is None
 
 
 def test_a_refusal_that_repeats_itself_for_a_megabyte_is_still_a_refusal() -> None:
