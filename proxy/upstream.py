@@ -259,7 +259,7 @@ def _parse(url: str) -> httpx.URL:
         base = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"upstream: {url!r} is not a URL ({error})") from None
-    if base.scheme not in ("http", "https") or not base.host:
+    if base.scheme not in ("http", "https") or not re.fullmatch(rb"[0-9A-Za-z._:-]+", base.raw_host):
         raise ConfigError(f"upstream: got {url!r}, takes http://HOST[:PORT][/PATH] or https://…")
     if base.userinfo or base.fragment:
         raise ConfigError("upstream: takes no user name, password or #fragment; a key goes into upstream.api_key")
