@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -34,7 +34,18 @@ UNSEEN_KEYWORDS = frozenset(
 )
 """Schema keywords that bind the answer's form but are not shown to the model."""
 
+MOST_WRITTEN = 4
+"""Characters of TypeScript for one of JSON: it is shorter, unless references multiply, and then it would never end."""
+
+NAME = 64
+"""The longest name that the API takes."""
+
+FIELDS_AT_ONCE = 16_384
+"""Bytes of tools and response_format that are read without a second thought: a millisecond."""
+
 Step = tuple[Message, ...]
+FieldKey = tuple[str, str, bytes, bytes]
+"""What it is, the encoding, and the raw JSON that it depends on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,7 @@ def dialect(model: str, encoding: str | None = None) -> Dialect:
 
 
 _STEPS: Remembered[tuple[str, Step]] = Remembered(REMEMBERED_BYTES)
-_FIELDS: Remembered[tuple[str, bytes, bytes]] = Remembered(REMEMBERED_BYTES // 4)
+_FIELDS: Remembered[FieldKey] = Remembered(REMEMBERED_BYTES // 4)
 
 
 class ChatRuler:
@@ -121,20 +132,23 @@ class ChatRuler:
 
     def cold_bytes(self, messages: Sequence[Message]) -> int:
         """UTF-8 bytes of text that a `total` of these messages would have to tokenize now."""
-        cold = sum(self._cold(step) for step in steps(messages) if (self._tag, step) not in _STEPS)
-        if self._tools_key not in _FIELDS:
-            cold += len(self._tools_key[1]) + len(self._tools_key[2])
-        return cold
+        cold = sum(len(raw) for _, _, *raws in self._unknown_fields() for raw in raws)
+        if cold > FIELDS_AT_ONCE:
+            # What a message costs depends on the wanted format, which is too big to be read here.
+            return cold + sum(utf8_size(text) for message in messages for text in _texts(message))
+        return cold + sum(self._cold(step) for step in steps(messages) if (self._tag, step) not in _STEPS)
+
+    def _unknown_fields(self) -> Iterator[FieldKey]:
+        return (key for key in (self._tools_key, self._format_key) if any(key[2:]) and key not in _FIELDS)
 
     # What the messages cost.
 
     def _step(self, step: Step) -> int:
         key = (self._tag, step)
-        size = sum(map(_size, step))
-        cost = _STEPS.get(key, size)
+        cost = _STEPS.get(key)
         if cost is None:
             cost = sum(cost for _, cost in self.costs(step))
-            _STEPS.put(key, size, cost)
+            _STEPS.put(key, cost, sum(map(_size, step)))
         return cost
 
     def _cold(self, step: Step) -> int:
@@ -202,13 +216,19 @@ class ChatRuler:
             return images.document(part.raw)
         if part.raw.strip() in _NOTHING or (self.rules.openai and part.place not in _SHOWN):
             return 0
+        if part.place == "content" and images.carries_data(part.raw):
+            return images.document(part.raw)
         return self._words.count(part.raw.decode("utf-8", "replace"))
 
     # What stands around them.
 
     @cached_property
-    def _tools_key(self) -> tuple[str, bytes, bytes]:
-        return (self._tag, self.fields.get("tools", b""), self.fields.get("functions", b""))
+    def _tools_key(self) -> FieldKey:
+        return "tools", self.rules.encoding, self.fields.get("tools", b""), self.fields.get("functions", b"")
+
+    @cached_property
+    def _format_key(self) -> FieldKey:
+        return "format", self.rules.encoding, self.fields.get("response_format", b""), b"tools" if self._tools_key[2] else b""
 
     @property
     def offers_tools(self) -> bool:
@@ -217,15 +237,16 @@ class ChatRuler:
     @cached_property
     def _offered(self) -> int:
         """Tokens of the tools as the model reads them."""
-        _, offered, legacy = key = self._tools_key
-        if not offered and not legacy:
+        _, _, offered, legacy = self._tools_key
+        return self._remembered(self._tools_key, lambda: _tools_tokens(self._words, offered, legacy))
+
+    def _remembered(self, key: FieldKey, count: Callable[[], int]) -> int:
+        if not any(key[2:]):
             return 0
-        size = len(offered) + len(legacy)
-        cost = _FIELDS.get(key, size)
+        cost = _FIELDS.get(key)
         if cost is None:
-            named = tools.functions(_json(offered), _json(legacy))
-            cost = self._words.count(tools.render(named)) if named else 0
-            _FIELDS.put(key, size, cost)
+            cost = count()
+            _FIELDS.put(key, cost, 200 + len(key[2]) + len(key[3]))
         return cost
 
     @cached_property
@@ -257,6 +278,9 @@ class ChatRuler:
     @cached_property
     def _format(self) -> int:
         """Tokens of the wanted format, which stands after the tools, or alone in a system message of its own."""
+        return self._remembered(self._format_key, self._format_tokens)
+
+    def _format_tokens(self) -> int:
         wanted = self._wanted
         if wanted is None:
             return 0
@@ -268,7 +292,7 @@ class ChatRuler:
     @cached_property
     def _answered(self) -> int:
         """What an earlier answer costs more when a format is wanted: it is addressed to that format."""
-        return 0 if self._wanted is None else 2 + self._words.count(self._wanted.name)
+        return 0 if self._wanted is None else 2 + self._words.count(self._wanted.name[:NAME])
 
     def _instructed(self, messages: Sequence[Message]) -> int:
         """What tools and format change about the first system message: they follow it there instead of in one of their own."""
@@ -298,6 +322,18 @@ def ruler(
     upstream and model; None takes our own count as it is.
     """
     return ChatRuler(dialect(model, encoding), fields, calibration or EXACT)
+
+
+def _tools_tokens(words: Vocabulary, offered: bytes, legacy: bytes) -> int:
+    """Tokens of decoded tools: functions as TypeScript, what else there is as its JSON."""
+    decoded = _json(offered)
+    size = len(offered) + len(legacy)
+    try:
+        named = tools.functions(decoded, _json(legacy))
+        others = sum(words.count(_minimal(other)) for other in tools.others(decoded))
+        return others + (words.count(tools.render(named, MOST_WRITTEN * size)) if named else 0)
+    except RecursionError:
+        return -(-size // 3)
 
 
 def steps(messages: Sequence[Message]) -> Iterator[Step]:

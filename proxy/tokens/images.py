@@ -125,6 +125,11 @@ def document(raw: bytes) -> int:
     return max(SMALLEST_FILE, min(LARGEST_FILE, len(raw) * 3 // 4 // FILE_BYTES_A_TOKEN))
 
 
+def carries_data(raw: bytes) -> bool:
+    """Whether a content part of a kind that we do not know carries a file within it."""
+    return bool(_DATA.search(raw[:4096])) and len(raw) > 1024
+
+
 def _head(raw: bytes, limit: int) -> bytes:
     """The first bytes of what is carried in base64, without decoding the rest."""
     found = _DATA.search(raw[:4096])

@@ -9,8 +9,8 @@ from typing import Any
 DEEPEST = 24
 """Levels of a schema that are written; what lies deeper is `any`."""
 
-MOST_NODES = 20_000
-"""Schema nodes written in one rendering: references that multiply would never end."""
+LEAST_WRITTEN = 50_000
+"""Characters that even a small schema may take when it is written out."""
 
 
 def functions(tools: object, legacy: object) -> list[Mapping[str, Any]]:
@@ -24,10 +24,17 @@ def functions(tools: object, legacy: object) -> list[Mapping[str, Any]]:
     return found
 
 
-def render(offered: Sequence[Mapping[str, Any]]) -> str:
-    """The TypeScript of these functions."""
+def others(tools: object) -> list[object]:
+    """The tools of a decoded `tools` field that are no functions: custom grammars, hosted tools."""
+    if not isinstance(tools, list):
+        return []
+    return [tool for tool in tools if not (isinstance(tool, dict) and isinstance(tool.get("function"), dict))]
+
+
+def render(offered: Sequence[Mapping[str, Any]], most: int = LEAST_WRITTEN) -> str:
+    """The TypeScript of these functions. After about `most` characters of types, what is left becomes `any`."""
     lines = ["namespace functions {", ""]
-    left = MOST_NODES
+    left = max(LEAST_WRITTEN, most)
     for function in offered:
         schema = function.get("parameters")
         writer = _Writer(schema if isinstance(schema, dict) else {}, left)
@@ -64,10 +71,16 @@ class _Writer:
                 target = target.get(word) if isinstance(target, dict) else None
             own = {key: value for key, value in schema.items() if key != "$ref"}
             schema = {**target, **own} if isinstance(target, dict) else own
+            self.left -= 16 * len(schema)
         return {}
 
+    def comments(self, schema: Mapping[str, Any]) -> list[str]:
+        written = _comments(schema)
+        self.left -= sum(map(len, written))
+        return written if self.left >= 0 else []
+
     def type(self, schema: object, depth: int) -> str:
-        self.left -= 1
+        self.left -= 16
         if not isinstance(schema, dict) or depth > DEEPEST or self.left < 0:
             return "any"
         schema = self.resolved(schema)
@@ -80,6 +93,7 @@ class _Writer:
         if "const" in schema:
             return _literal(schema["const"])
         if isinstance(schema.get("enum"), list) and schema["enum"]:
+            self.left -= 16 * len(schema["enum"])
             return " | ".join(map(_literal, schema["enum"]))
         return self.plain(schema, depth)
 
@@ -113,7 +127,7 @@ class _Writer:
             return "any[]"
         item = self.type(schema["items"], depth + 1)
         if item.startswith("{\n"):
-            inside = _comments(self.resolved(schema["items"]))
+            inside = self.comments(self.resolved(schema["items"]))
             return "\n".join(["Array<", *inside, item, ">"])
         return f"Array<{item}>" if " | " in item else f"{item}[]"
 
@@ -125,7 +139,7 @@ class _Writer:
         plain = True
         for key, value in schema["properties"].items():
             known = self.resolved(value)
-            comments = _comments(known)
+            comments = self.comments(known)
             default = f" // default: {_literal(known['default'])}" if "default" in known else ""
             field = f"{key}{'' if key in required else '?'}: {self.type(known, depth)}"
             plain = plain and not comments and not default and "\n" not in field

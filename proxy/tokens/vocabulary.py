@@ -91,24 +91,26 @@ class Remembered(Generic[Key]):
 
     def __init__(self, limit: int) -> None:
         self._half = limit // 2
-        self._young: dict[Key, int] = {}
-        self._old: dict[Key, int] = {}
+        self._young: dict[Key, tuple[int, int]] = {}
+        self._old: dict[Key, tuple[int, int]] = {}
         self._bytes = 0
         self._lock = threading.Lock()
 
-    def get(self, key: Key, size: int) -> int | None:
-        """The tokens of `key` (of `size` bytes), or None."""
+    def get(self, key: Key) -> int | None:
+        """The tokens of `key`, or None."""
         found = self._young.get(key)
         if found is None:
             found = self._old.get(key)
-            if found is not None:
-                self.put(key, size, found)
-        return found
+            if found is None:
+                return None
+            self.put(key, *found)
+        return found[0]
 
     def __contains__(self, key: object) -> bool:
         return key in self._young or key in self._old
 
-    def put(self, key: Key, size: int, tokens: int) -> None:
+    def put(self, key: Key, tokens: int, size: int) -> None:
+        """Remember the tokens of `key`, which holds about `size` bytes; what would fill half of the room is not kept."""
         if size > self._half:
             return
         with self._lock:
@@ -116,12 +118,8 @@ class Remembered(Generic[Key]):
                 return
             if self._bytes + size > self._half:
                 self._old, self._young, self._bytes = self._young, {}, 0
-            self._young[key] = tokens
+            self._young[key] = tokens, size
             self._bytes += size
-
-    def clear(self) -> None:
-        with self._lock:
-            self._young, self._old, self._bytes = {}, {}, 0
 
 
 class Vocabulary:
@@ -153,11 +151,10 @@ class Vocabulary:
         """Tokens of a string, special tokens read as the plain words that a user pasted."""
         if not text:
             return 0
-        size = text.__sizeof__()
-        tokens = self._known.get(text, size)
+        tokens = self._known.get(text)
         if tokens is None:
             tokens = self._count(text)
-            self._known.put(text, size, tokens)
+            self._known.put(text, tokens, text.__sizeof__())
         return tokens
 
     def _count(self, text: str) -> int:
@@ -205,7 +202,11 @@ def _cut(text: str, start: int) -> int:
 def _encoding(name: str) -> tiktoken.Encoding:
     file = CL100K if name == CL100K else O200K
     packed = files(__package__).joinpath(f"{file}.ranks.gz").read_bytes()
-    return tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=unpack(packed), special_tokens=SPECIAL[name])
+    ranks = unpack(packed)
+    encoding = tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=SPECIAL[name])
+    # The encoding copies them; keeping ours as well would cost 24 MB for o200k.
+    ranks.clear()
+    return encoding
 
 
 def unpack(packed: bytes) -> dict[bytes, int]:
