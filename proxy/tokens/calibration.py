@@ -26,7 +26,8 @@ COLD_MARGIN = 0.10
 COLD_MARGIN_OPENAI = 0.02
 """Of the recorded pairs, 98 % lie within."""
 
-LEAST_MARGIN = 0.01
+WIDEST_MARGIN = 0.20
+LEAST_MARGIN, LEAST_MARGIN_OPENAI = 0.03, 0.01
 ENOUGH = 5
 """Samples until a line is drawn, and refusals in a row until they are believed."""
 
@@ -39,6 +40,12 @@ LONGEST_NAME = 200
 
 EXACT_WITHIN = 0.005
 """A model whose median answer agrees this well is counted exactly: its outliers must not bend the line."""
+
+APART = 100
+"""Tokens between two samples that tell a slope: framing alone differs by ten or twenty."""
+
+LONG = 500
+"""Tokens of a sample that may lower the slope: a short greeting would halve it, and a long request then overflow."""
 
 FAR = 1.5
 """Times what was expected, or a part of it: then it was not the request that we counted."""
@@ -53,34 +60,43 @@ class Calibration:
     """Ours → theirs: tokens = slope · count + offset, for one upstream and model; a frozen value that travels with a ruler.
 
     margin: the share of the window to keep free because this may be wrong. samples: how many answers it was learned from.
+    least: theirs for one of ours at the least; it matters only for a line through a known request that lies below the usual.
     """
 
     slope: float = 1.0
     offset: float = 0.0
     margin: float = 0.0
     samples: int = 0
+    least: float = 0.0
 
     def tokens(self, count: float) -> float:
         """What the upstream would count where we count this many."""
-        return self.slope * count + self.offset
+        return max(self.slope * count + self.offset, self.least * count)
 
     def through(self, estimated: int, reported: int) -> Calibration:
-        """The line of a conversation of which one request is known: our count of it, and theirs."""
+        """The line of a conversation of which one request is known: our count of it, and theirs.
+
+        What came after costs as usual. What is shorter than the known request costs its part of it.
+        """
+        if estimated <= 0:
+            return self
         offset = reported - self.slope * estimated
-        if offset >= 0 or estimated <= 0:
-            return replace(self, offset=max(0.0, offset))
-        return replace(self, slope=max(SLOPES[0], reported / estimated), offset=0.0)
+        return replace(self, offset=offset, least=0.0 if offset >= 0 else reported / estimated)
 
 
 EXACT = Calibration()
 
 
 class Key(NamedTuple):
-    """What shares a line. tools: whether the request offers any, which upstreams render in very different ways."""
+    """What shares a line. tools: whether the request offers any, which upstreams render in very different ways.
+
+    media: whether it carries pictures, recordings or files, whose price is a guess and must not bend the line of texts.
+    """
 
     upstream: str
     model: str
     tools: bool
+    media: bool = False
 
 
 def cold(model: str) -> Calibration:
@@ -90,9 +106,12 @@ def cold(model: str) -> Calibration:
     return Calibration(COLD_CLAUDE if "claude" in model else COLD_OTHERS, margin=COLD_MARGIN)
 
 
-def chain(messages: Sequence[Message]) -> list[int]:
-    """A mark of every prefix, shortest first: equal where the messages said the same. Good within this process only."""
-    marks, mark = [], 0
+def chain(messages: Sequence[Message], around: int = 0) -> list[int]:
+    """A mark of every prefix, shortest first: equal where the messages said the same. Good within this process only.
+
+    around: tokens of what stands around the messages (`ruler.raw(())`), so that other tools make another conversation.
+    """
+    marks, mark = [], around
     for message in messages:
         mark = hash((mark, message))
         marks.append(mark)
@@ -165,7 +184,7 @@ class Calibrator:
 def _bounded(key: Key) -> Key:
     if len(key.upstream) <= LONGEST_NAME and len(key.model) <= LONGEST_NAME:
         return key
-    return Key(key.upstream[:LONGEST_NAME], key.model[:LONGEST_NAME], key.tools)
+    return key._replace(upstream=key.upstream[:LONGEST_NAME], model=key.model[:LONGEST_NAME])
 
 
 def _forget_oldest(held: OrderedDict[Held, Any], most: int) -> None:
@@ -204,7 +223,7 @@ def _slope(samples: Sequence[tuple[int, int]], default: float) -> float:
     slopes = [
         (their_b - their_a) / (our_b - our_a)
         for (our_a, their_a), (our_b, their_b) in combinations(samples, 2)
-        if abs(our_b - our_a) > 0.2 * max(our_a, our_b)
+        if abs(our_b - our_a) > max(APART, 0.2 * max(our_a, our_b))
     ]
     return _clamped(median(slopes), *SLOPES) if len(slopes) >= ENOUGH else default
 
@@ -213,13 +232,15 @@ def _line(samples: Sequence[tuple[int, int]], slope: float) -> Calibration:
     offset = median(theirs - slope * ours for ours, theirs in samples)
     if offset >= 0:
         return Calibration(slope, offset)
-    return Calibration(_clamped(median(theirs / ours for ours, theirs in samples), *SLOPES))
+    ratios = [theirs / ours for ours, theirs in samples if ours >= LONG]
+    return Calibration(_clamped(median(ratios), *SLOPES) if ratios else slope)
 
 
 def _margin(samples: Iterable[tuple[int, int]], line: Calibration) -> float:
     """What the worst but a twentieth of the samples went over the line."""
     over = sorted(theirs / max(1.0, line.tokens(ours)) - 1 for ours, theirs in samples)
-    return _clamped(over[int(0.95 * (len(over) - 1))], LEAST_MARGIN, COLD_MARGIN)
+    least = LEAST_MARGIN_OPENAI if line.slope == 1 and not line.offset else LEAST_MARGIN
+    return _clamped(over[int(0.95 * (len(over) - 1))], least, WIDEST_MARGIN)
 
 
 def _clamped(value: float, least: float, most: float) -> float:

@@ -69,7 +69,7 @@ class Dialect:
 
     @property
     def tag(self) -> str:
-        flags = (self.openai, self.reasoning, self.gpt5, self.plain)
+        flags = (self.reasoning, self.gpt5, self.plain)
         return f"{self.encoding}/{''.join(str(int(flag)) for flag in flags)}/{self.rate}"
 
 
@@ -78,10 +78,9 @@ def dialect(model: str, encoding: str | None = None) -> Dialect:
     """The rules that a model name gets; those of the gpt-4o family where nothing better is known."""
     name = bare_name(model)
     reasoning = bool(_REASONING.match(name))
-    openai = bool(_OPENAI.match(name)) and not name.startswith("gpt-oss")
     return Dialect(
         encoding=vocabulary(encoding or encoding_name(model)).name,
-        openai=openai,
+        openai=bool(_OPENAI.match(name)) and not name.startswith("gpt-oss"),
         reasoning=reasoning,
         gpt5=reasoning and "gpt-5" in name,
         plain=name == "gpt-4o" or name.startswith("gpt-4o-2"),
@@ -128,7 +127,7 @@ class ChatRuler:
 
     def raw(self, messages: Sequence[Message]) -> int:
         """Our own count of the whole request, before calibration: what calibration learns from."""
-        return self._fixed + sum(map(self._step, steps(messages))) + self._instructed(messages)
+        return self._fixed + sum(map(self._step, steps(messages))) + self._instructed(messages) + self._reasoned(messages)
 
     def cold_bytes(self, messages: Sequence[Message]) -> int:
         """UTF-8 bytes of text that a `total` of these messages would have to tokenize now."""
@@ -214,7 +213,7 @@ class ChatRuler:
             return images.recording(part.raw)
         if part.kind == "file":
             return images.document(part.raw)
-        if part.raw.strip() in _NOTHING or (self.rules.openai and part.place not in _SHOWN):
+        if part.raw.strip() in _NOTHING or part.place not in _SHOWN:
             return 0
         if part.place == "content" and images.carries_data(part.raw):
             return images.document(part.raw)
@@ -294,6 +293,23 @@ class ChatRuler:
         """What an earlier answer costs more when a format is wanted: it is addressed to that format."""
         return 0 if self._wanted is None else 2 + self._words.count(self._wanted.name[:NAME])
 
+    def _reasoned(self, messages: Sequence[Message]) -> int:
+        """Reasoning is shown again while the answer to the last user message is still being worked out, and dropped then."""
+        if self.rules.openai:
+            return 0
+        tokens = 0
+        for message in reversed(messages):
+            if message.role == "user" and not self._keeps_thoughts:
+                break
+            tokens += self._words.count(_thought(message))
+        return tokens
+
+    @cached_property
+    def _keeps_thoughts(self) -> bool:
+        """GLM shows all earlier reasoning when it is asked to."""
+        thinking = _json(self.fields.get("thinking", b"")[:FIELDS_AT_ONCE])
+        return isinstance(thinking, dict) and thinking.get("clear_thinking") is False
+
     def _instructed(self, messages: Sequence[Message]) -> int:
         """What tools and format change about the first system message: they follow it there instead of in one of their own."""
         if self.rules.reasoning or not (self._offered or self._wanted):
@@ -306,8 +322,25 @@ class ChatRuler:
         return self._words.count(end + "\n") - self._words.count(end) - 4
 
 
+def _thought(message: Message) -> str:
+    """The reasoning that a message sends back beside its content; the longest where it is there in several forms."""
+    thoughts = (part for part in message.parts if isinstance(part, Opaque) and part.kind == "reasoning")
+    return max((_words_of(_json(part.raw)) for part in thoughts if part.place != "content"), key=len, default="")
+
+
+def _words_of(value: object, depth: int = 0) -> str:
+    """The text within a reasoning field: a string, or objects that hold it beside signatures and encrypted copies."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "".join(_words_of(each, depth) for each in value)
+    if isinstance(value, dict) and depth < 8:
+        return "".join(_words_of(value.get(key), depth + 1) for key in ("text", "thinking", "reasoning", "summary", "content"))
+    return ""
+
+
 _SHOWN = frozenset({"content", "message", "refusal"})
-"""Where OpenAI's own models see what we do not read; reasoning and vendors' fields are dropped before them."""
+"""Where the model sees what we do not read; vendors' fields beside the content are not text."""
 
 _NOTHING = frozenset({b"", b"null", b"[]", b"{}", b'""', b"false"})
 
