@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from proxy.compaction import summary
 from proxy.compaction.autocompact import folded
 from proxy.compaction.microcompact import short_call
 from proxy.compaction.outputs import outputs, with_text
@@ -46,12 +47,8 @@ def floor(conversation: Conversation, budget: Budget) -> int:
 
 
 def _bare(conversation: Conversation, ruler: Ruler) -> Conversation:
-    kept: list[Message] = list(conversation.preamble)
-    for number, step in enumerate(conversation.steps):
-        if number in conversation.protected:
-            kept.extend(step.messages)
-    bare = conversation.with_messages(kept)
     tiny = Budget(0, 0, 0, 0, 0, ruler)
+    bare = _drop_history(conversation, tiny)
     for stage in _LIVE:
         bare = stage(bare, tiny)
     return bare
@@ -88,9 +85,11 @@ def _fold_all(conversation: Conversation, budget: Budget) -> Conversation:
 
 
 def _drop_history(conversation: Conversation, budget: Budget) -> Conversation:
+    """Only what is protected; a summary of ours is not, even where no user message is left beside it."""
     kept: list[Message] = list(conversation.preamble)
+    last = len(conversation.steps) - 1
     for number, step in enumerate(conversation.steps):
-        if number in conversation.protected:
+        if number in conversation.protected and (number == last or not summary.is_summary(step.head)):
             kept.extend(step.messages)
     return conversation.with_messages(kept)
 

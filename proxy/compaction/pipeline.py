@@ -25,6 +25,7 @@ _SLACK = 0.2  # of the target: above the floor, when the floor comes near the ta
 _HEAVY = 0.5  # of what the rest of the floor leaves of the target: a newest step beyond it leaves no room
 _SPARE = 16  # tokens
 _MENDINGS = 3
+_GAIN = 0.95  # of what came: where it fits anyway, less is not worth the prompt cache that every change costs
 _NEAR = 1.1  # times the target: not worth losing what a milder layer has kept
 _FULL = 0.95  # of what is usable: from here on the last resort may run
 
@@ -163,9 +164,7 @@ class _Event:
             return _noted(state, layer, skipped="nothing_to_do")
         if tokens >= state.tokens:
             return (
-                _noted(state, layer, refused="size")
-                if begin is state.conversation
-                else _noted(state, layer, skipped="no_gain")
+                _noted(state, layer, refused="size") if begin is state.conversation else _noted(state, layer, skipped="no_gain")
             )
         rule = self._broken(made, layer)
         if rule is not None:
@@ -231,13 +230,25 @@ class _Event:
         return tuple(rewritten)
 
     def _result(self, state: _State, reason: str | None) -> CompactionResult:
+        if self._before <= self._budget.usable and state.tokens > _GAIN * self._before:
+            return CompactionResult(
+                self._came, self._before, self._before, _undone(state.reports, self._before), reason=reason or "no_gain"
+            )
         wanted = self._needles or ()
         lost = sum(1 for needle in wanted if needle.key in state.lost)
         repaired = sum(1 for needle in wanted if needle.key in state.repaired and needle.key not in state.lost)
         critical = CriticalItems(len(wanted) - lost - repaired, repaired, lost)
         if reason is None and state.tokens > self._aim:
-            reason = "no_gain" if state.tokens >= self._before else "floor" if self._budget.target > self._aim else "target"
+            reason = "floor" if self._budget.target > self._aim else "target"
         return CompactionResult(state.conversation, self._before, state.tokens, state.reports, critical, reason)
+
+
+def _undone(reports: Sequence[LayerReport], tokens: int) -> tuple[LayerReport, ...]:
+    """Reports of work that was not worth its price: nothing was saved after all."""
+    return tuple(
+        replace(report, before=tokens, after=tokens, touched=0, skipped="no_gain" if report.saved else report.skipped)
+        for report in reports
+    )
 
 
 def _newest_is_heavy(conversation: Conversation, budget: Budget) -> bool:
