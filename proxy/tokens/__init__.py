@@ -8,7 +8,8 @@ from typing import Protocol
 from proxy.conversation import Message
 from proxy.tokens.calibration import Calibration
 from proxy.tokens.chat import ruler
-from proxy.tokens.vocabulary import bare_name, degraded, encoding_name
+from proxy.tokens.families import bare_name, encoding_name
+from proxy.tokens.vocabulary import degraded
 
 __all__ = ["Calibration", "Ruler", "bare_name", "degraded", "encoding_name", "ruler"]
 

@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from proxy.conversation import Message, Opaque, Text, ToolCall, ToolResult
 from proxy.tokens import images, tools
 from proxy.tokens.calibration import EXACT, Calibration
-from proxy.tokens.vocabulary import Remembered, Vocabulary, bare_name, encoding_name, utf8_size, vocabulary
+from proxy.tokens.families import Family, family
+from proxy.tokens.formats import Format, minimal, read_format
+from proxy.tokens.memory import Remembered
+from proxy.tokens.vocabulary import Vocabulary, utf8_size, vocabulary
 
 REMEMBERED_BYTES = 16 * 2**20
 """Costs of messages and of whole steps: about twenty long conversations."""
 
-_OPENAI = re.compile(r"(gpt-|chatgpt|o[134](-|$)|codex)")
-_REASONING = re.compile(r"(gpt-5|o[134](-|$)|codex)")
-
 SEAM = 64
 """Characters at the end of a text that what follows it can merge with."""
-
-UNSEEN_KEYWORDS = frozenset(
-    {
-        *("additionalProperties", "required", "default", "format", "pattern", "minLength", "maxLength"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
-        *("minItems", "maxItems", "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"),
-        *("minProperties", "maxProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
-    }
-)
-"""Schema keywords that bind the answer's form but are not shown to the model."""
 
 MOST_WRITTEN = 4
 """Characters of TypeScript for one of JSON: it is shorter, unless references multiply, and then it would never end."""
@@ -48,46 +36,6 @@ FieldKey = tuple[str, str, bytes, bytes]
 """What it is, the encoding, and the raw JSON that it depends on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """The rules of one family of models.
-
-    plain: the results of a batch keep what is not ASCII, which other models get as escapes. tag: tells dialects apart.
-    """
-
-    encoding: str
-    openai: bool
-    reasoning: bool
-    gpt5: bool
-    plain: bool
-    rate: images.Rate
-
-    @property
-    def priming(self) -> int:
-        """What stands before the answer."""
-        return 2 if self.reasoning else 3
-
-    @property
-    def tag(self) -> str:
-        flags = (self.reasoning, self.gpt5, self.plain)
-        return f"{self.encoding}/{''.join(str(int(flag)) for flag in flags)}/{self.rate}"
-
-
-@lru_cache(maxsize=1024)
-def dialect(model: str, encoding: str | None = None) -> Dialect:
-    """The rules that a model name gets; those of the gpt-4o family where nothing better is known."""
-    name = bare_name(model)
-    reasoning = bool(_REASONING.match(name))
-    return Dialect(
-        encoding=vocabulary(encoding or encoding_name(model)).name,
-        openai=bool(_OPENAI.match(name)) and not name.startswith("gpt-oss"),
-        reasoning=reasoning,
-        gpt5=reasoning and "gpt-5" in name,
-        plain=name == "gpt-4o" or name.startswith("gpt-4o-2"),
-        rate=images.rate(name),
-    )
-
-
 _STEPS: Remembered[tuple[str, Step]] = Remembered(REMEMBERED_BYTES)
 _FIELDS: Remembered[FieldKey] = Remembered(REMEMBERED_BYTES // 4)
 
@@ -95,7 +43,7 @@ _FIELDS: Remembered[FieldKey] = Remembered(REMEMBERED_BYTES // 4)
 class ChatRuler:
     """The ruler of one request. `fields`: the raw JSON of the body's top-level fields except `messages`."""
 
-    def __init__(self, rules: Dialect, fields: Mapping[str, bytes], calibration: Calibration) -> None:
+    def __init__(self, rules: Family, fields: Mapping[str, bytes], calibration: Calibration) -> None:
         self.rules, self.fields, self.calibration = rules, fields, calibration
         self._words: Vocabulary = vocabulary(rules.encoding)
 
@@ -354,7 +302,7 @@ def ruler(
     encoding: from the configuration, instead of the one that the name tells. calibration: what was learned about this
     upstream and model; None takes our own count as it is.
     """
-    return ChatRuler(dialect(model, encoding), fields, calibration or EXACT)
+    return ChatRuler(family(model, encoding), fields, calibration or EXACT)
 
 
 def _tools_tokens(words: Vocabulary, offered: bytes, legacy: bytes) -> int:
@@ -363,7 +311,7 @@ def _tools_tokens(words: Vocabulary, offered: bytes, legacy: bytes) -> int:
     size = len(offered) + len(legacy)
     try:
         named = tools.functions(decoded, _json(legacy))
-        others = sum(words.count(_minimal(other)) for other in tools.others(decoded))
+        others = sum(words.count(minimal(other)) for other in tools.others(decoded))
         return others + (words.count(tools.render(named, MOST_WRITTEN * size)) if named else 0)
     except RecursionError:
         return -(-size // 3)
@@ -452,64 +400,9 @@ def _dump(value: object, *, ascii_only: bool) -> str:
         return ""
 
 
-def _minimal(value: object) -> str:
-    """Schemas are shown in ASCII: a dash becomes an escape of four tokens."""
-    try:
-        return json.dumps(value, separators=(",", ":"))
-    except (ValueError, RecursionError):
-        return ""
-
-
 def _compact(arguments: str) -> str:
     """The arguments as they are written again by the upstream; as they came when they are not JSON."""
     try:
         return json.dumps(json.loads(arguments), ensure_ascii=False, separators=(",", ":"))
     except (ValueError, RecursionError):
         return arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Format:
-    """The schema of a `response_format`. strict: the answer is held to it."""
-
-    name: str
-    description: str
-    schema: Any
-    strict: bool
-
-    def render(self, *, after_tools: bool) -> str:
-        """The section of the system message that shows it."""
-        lines = "\n".join(("# Response Formats", "", f"## {self.name}", "", ""))
-        told = f"// {self.description}\n" if self.description else ""
-        head = "" if after_tools else f"type {self.name} = "
-        return f"{lines}{told}{head}{_minimal(_shown(self.schema, 0))}"
-
-
-def read_format(wanted: object) -> Format | None:
-    """The format within a decoded `response_format`; None when it asks for no schema."""
-    if not isinstance(wanted, dict) or wanted.get("type") != "json_schema":
-        return None
-    described = wanted.get("json_schema")
-    described = described if isinstance(described, dict) else {}
-    name, description = described.get("name"), described.get("description")
-    return Format(
-        name if isinstance(name, str) else "",
-        description if isinstance(description, str) else "",
-        described.get("schema"),
-        described.get("strict") is True,
-    )
-
-
-def _shown(schema: object, depth: int, names: bool = False) -> Any:
-    """The schema without the keywords that are not shown to the model. names: the keys are property names, not keywords."""
-    if depth > 100:
-        return None
-    if isinstance(schema, dict):
-        return {
-            key: _shown(value, depth + 1, key in ("properties", "$defs"))
-            for key, value in schema.items()
-            if names or key not in UNSEEN_KEYWORDS
-        }
-    if isinstance(schema, list):
-        return [_shown(each, depth + 1) for each in schema]
-    return schema

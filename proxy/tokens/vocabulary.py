@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 import threading
 import zlib
-from collections.abc import Hashable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from gzip import decompress
 from importlib.resources import files
-from typing import Generic, TypeVar
 
 import tiktoken
 
-Key = TypeVar("Key", bound=Hashable)
+from proxy.tokens.memory import Remembered
 
 O200K = "o200k_base"
 CL100K = "cl100k_base"
@@ -80,46 +78,6 @@ REMEMBERED_BYTES = 16 * 2**20
 """Per encoding: the strings of about twenty long conversations."""
 
 _BOUNDARY = re.compile(r"[^\s] (?=[^\W\d_])")
-
-
-class Remembered(Generic[Key]):
-    """What was counted before, bounded in bytes: key → tokens. Reads take no lock.
-
-    Two generations: new entries go to the young one; when it holds half of the bytes it becomes the old one, and what was
-    old and not asked for again is forgotten.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._half = limit // 2
-        self._young: dict[Key, tuple[int, int]] = {}
-        self._old: dict[Key, tuple[int, int]] = {}
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, key: Key) -> int | None:
-        """The tokens of `key`, or None."""
-        found = self._young.get(key)
-        if found is None:
-            found = self._old.get(key)
-            if found is None:
-                return None
-            self.put(key, *found)
-        return found[0]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._young or key in self._old
-
-    def put(self, key: Key, tokens: int, size: int) -> None:
-        """Remember the tokens of `key`, which holds about `size` bytes; what would fill half of the room is not kept."""
-        if size > self._half:
-            return
-        with self._lock:
-            if key in self._young:
-                return
-            if self._bytes + size > self._half:
-                self._old, self._young, self._bytes = self._young, {}, 0
-            self._young[key] = tokens, size
-            self._bytes += size
 
 
 class Vocabulary:
@@ -234,26 +192,3 @@ def vocabulary(name: str) -> Vocabulary:
 def degraded() -> Mapping[str, bool]:
     """Encoding → its ranks could not be read, so that its counts are estimates. False as well when it was not needed yet."""
     return {name: each.degraded for name, each in _VOCABULARIES.items()}
-
-
-_OLDER = re.compile(r"gpt-?(3\.?5|4(?![\w.])|4-(0314|0613|32k|turbo|1106|0125|vision|\d{4}-))|text-embedding|^gpt-4$")
-
-
-@lru_cache(maxsize=1024)
-def bare_name(model: str) -> str:
-    """The model's own name: without provider prefixes, deployment paths and fine-tune suffixes; lower case, at most 128 long."""
-    name = model[:1024].strip().lower().rstrip("/").rsplit("/", 1)[-1]
-    if name.startswith("ft:"):
-        name = name[3:]
-    if "gpt" in name or name.startswith("o"):
-        name = name.split(":", 1)[0] if not name.startswith("gpt-oss") else name
-    return name.removeprefix("openai.").removeprefix("azure.")[:128]
-
-
-@lru_cache(maxsize=1024)
-def encoding_name(model: str) -> str:
-    """The encoding of a model, by its name; o200k_base where nothing better is known."""
-    name = bare_name(model)
-    if name.startswith("gpt-oss"):
-        return HARMONY
-    return CL100K if _OLDER.match(name) else O200K
