@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from proxy.conversation import Conversation, Message
+from proxy.conversation import RESULT_ROLES, Conversation, Message
 from proxy.wire.chat_completions import write_message
 
 SIZE = 32
@@ -52,18 +52,18 @@ class Digests:
 
     def __init__(self, max_bytes: int = 32 * 1024 * 1024) -> None:
         self._limit = max_bytes // 2
-        self._young: dict[bytes, bytes] = {}
-        self._old: dict[bytes, bytes] = {}
+        self._young: dict[bytes, tuple[bytes, int]] = {}
+        self._old: dict[bytes, tuple[bytes, int]] = {}
         self._size = 0
 
-    def get(self, message: Message) -> bytes:
-        """The digest of what a message says."""
+    def get(self, message: Message) -> tuple[bytes, int]:
+        """The digest of what a message says, and how many calls it makes."""
         raw = message.raw
         if raw is None:
-            return digest(message)
+            return digest(message), len(message.calls)
         found = self._young.get(raw)
         if found is None:
-            found = self._old.get(raw) or digest(message)
+            found = self._old.get(raw) or (digest(message), len(message.calls))
             if self._size + len(raw) > self._limit:
                 self._old, self._young, self._size = self._young, {}, 0
             self._young[raw] = found
@@ -85,17 +85,23 @@ def namespace(secret: bytes, credential: bytes, *facts: str) -> bytes:
 
 def chain(conversation: Conversation, seed: bytes, digests: Digests | None = None) -> Chain:
     """The keys of a history at every place where it may be cut: after whole steps, with no call pending."""
-    digest_of = digests.get if digests is not None else digest
-    start, steps = len(conversation.preamble), conversation.steps
+    get = (digests or Digests(0)).get
+    messages, start = conversation.messages, len(conversation.preamble)
     cuts: list[int] = []
     keys: list[bytes] = []
-    key = seed
-    for index, step in enumerate(steps):
-        for message in step.messages:
-            key = blake2b(key + digest_of(message), digest_size=SIZE).digest()
-        stray = index + 1 < len(steps) and steps[index + 1].head.is_result
-        if not step.is_pending and not stray:
-            cuts.append(step.stop - start)
+    key, at, total = seed, start, len(messages)
+    # the steps of the conversation, walked by hand: this loop runs over the whole history of every request
+    while at < total:
+        said, calls = get(messages[at])
+        results = 0
+        if calls:
+            while at + results + 1 < total and messages[at + results + 1].role in RESULT_ROLES:
+                results += 1
+                said += get(messages[at + results])[0]
+        at += results + 1
+        key = blake2b(key + said, digest_size=SIZE).digest()
+        if calls <= results and not (at < total and messages[at].role in RESULT_ROLES):
+            cuts.append(at - start)
             keys.append(key)
     return Chain(tuple(cuts), tuple(keys))
 

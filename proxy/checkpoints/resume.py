@@ -7,16 +7,17 @@ So a proxy that lost its store, or never saw the conversation, comes to the same
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 from proxy.checkpoints.chain import Chain
 from proxy.checkpoints.checkpoint import Checkpoint
 from proxy.compaction import CompactionResult, Stop
-from proxy.conversation import Conversation, Message, ToolResult
+from proxy.conversation import Conversation, Message, Step, ToolResult
 from proxy.errors import Unreadable
+from proxy.windows import Budget
+from proxy.wire import slices
 from proxy.wire.chat_completions import read_message, write_message
 
 Parse = Callable[[bytes], Message]
@@ -27,14 +28,25 @@ Parse = Callable[[bytes], Message]
 class Rule:
     """When an event is due, in tokens.
 
-    fixed: what every request carries besides its history: tools, preamble, priming. cost: of one message. trigger: an event is
-    due above it. min_gain: so many new tokens must have come since the last event, or the last try, before the next.
+    fixed: what every request carries besides its history: preamble, tools, priming. cost: of whole steps. trigger: an event
+    is due above it. min_gain: so many new tokens must have come since the last event, or the last try, before the next.
     """
 
     fixed: int
-    cost: Callable[[Message], int]
+    cost: Callable[[Sequence[Message]], int]
     trigger: int
-    min_gain: int = 1024
+    min_gain: int
+
+    def size(self, conversation: Conversation) -> int:
+        """Tokens of a whole request: what is held against the trigger."""
+        return self.fixed + sum(self.cost(step.messages) for step in conversation.steps)
+
+
+def rule(conversation: Conversation, budget: Budget, min_gain: int | None = None) -> Rule:
+    """The rule of a request under its budget. min_gain: 2 % of the window, at least 1,024 tokens, where it is not set."""
+    ruler = budget.ruler
+    least = max(budget.window // 50, 1_024) if min_gain is None else min_gain
+    return Rule(ruler.total(conversation.preamble), lambda step: ruler.total(step) - ruler.fixed, budget.trigger, least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,35 +96,43 @@ class Refusals:
         return key in self._keys
 
 
-def decision_points(conversation: Conversation) -> tuple[int, ...]:
-    """Where a request must have been sent, as numbers of messages after the preamble, ascending; the last is all of them."""
-    start, steps = len(conversation.preamble), conversation.steps
-    points: list[int] = []
-    for before, step in pairwise(steps):
-        answered = not before.is_pending and before.messages[-1].role != "assistant"
-        if step.head.role == "assistant" and answered:
-            points.append(step.start - start)
-    total = len(conversation.messages) - start
+def decision_points(conversation: Conversation, cuts: Sequence[int]) -> tuple[int, ...]:
+    """Where a request must have been sent, as numbers of messages after the preamble, ascending; the last is all of them.
+
+    cuts: where the history may be cut (`chain`): with a call pending, or in the middle of its results, nobody asks a model.
+    """
+    messages, start = conversation.messages, len(conversation.preamble)
+    total = len(messages) - start
+    points = [
+        cut
+        for cut in cuts
+        if cut < total and messages[start + cut].role == "assistant" and messages[start + cut - 1].role != "assistant"
+    ]
     return (*points, total) if total else ()
 
 
 def resume(conversation: Conversation, checkpoint: Checkpoint, parse: Parse = read_message) -> Conversation | None:
     """The conversation with its beginning replaced: live preamble, replacement, live rest. None when that would not be legal."""
-    start = len(conversation.preamble)
+    messages, start = conversation.messages, len(conversation.preamble)
     cut = start + checkpoint.cut
-    before = next((step for step in conversation.steps if step.stop == cut), None)
-    if checkpoint.cut <= 0 or before is None or before.is_pending:
-        return None
-    tail = conversation.messages[cut:]
-    if tail and tail[0].is_result:
+    if checkpoint.cut <= 0 or cut > len(messages) or not _is_boundary(messages, start, cut):
         return None
     try:
         replacement = tuple(parse(raw) for raw in checkpoint.replacement)
     except Unreadable:
         return None
-    if not _is_paired(replacement) and _is_paired(conversation.messages[start:cut]):
+    if not _is_paired(replacement) and _is_paired(messages[start:cut]):
         return None
-    return Conversation((*conversation.preamble, *replacement, *tail))
+    return Conversation((*conversation.preamble, *replacement, *messages[cut:]))
+
+
+def _is_boundary(messages: Sequence[Message], start: int, cut: int) -> bool:
+    """Whether a whole step ends here and no result of it comes later."""
+    head = cut - 1
+    while head > start and messages[head].is_result:
+        head -= 1
+    later = cut < len(messages) and messages[cut].is_result
+    return not later and len(messages[head].calls) <= cut - 1 - head
 
 
 def freeze(
@@ -142,7 +162,7 @@ def freeze(
     stop = len(after.messages) - (total - cut)
     return chain.keys[at], Checkpoint(
         cut=cut,
-        replacement=tuple(write_message(message) for message in after.messages[start:stop]),
+        replacement=tuple(unmarked(write_message(message)) for message in after.messages[start:stop]),
         seen=total,
         ledger=decision.ledger,
         generation=parent[1].generation + 1 if parent[1] else 1,
@@ -153,6 +173,36 @@ def freeze(
         model=model,
         calibration=calibration,
     )
+
+
+def unmarked(raw: bytes) -> bytes:
+    """A message's JSON without cache marks, which are not worth keeping in what is frozen.
+
+    Clients move them from turn to turn, so a replay would differ in them; and upstreams take only a few in one request, which
+    the live rest may use up. A text that was put into a part only to carry one becomes a string again.
+    """
+    if b'"cache_control"' not in raw or raw[:1] != b"{":
+        return raw
+    fields = slices.split_object(raw)
+    fields.pop("cache_control", None)
+    for name in ("content", "tool_calls"):
+        if fields.get(name, b"")[:1] == b"[":
+            items = [_unmarked_item(item) for item in slices.split_array(fields[name])]
+            fields[name] = _only_text(items) or slices.join_array(items)
+    return slices.join_object(list(fields.items()))
+
+
+def _unmarked_item(raw: bytes) -> bytes:
+    if b'"cache_control"' not in raw or raw[:1] != b"{":
+        return raw
+    return slices.join_object([(key, value) for key, value in slices.split_object(raw).items() if key != "cache_control"])
+
+
+def _only_text(items: Sequence[bytes]) -> bytes | None:
+    if len(items) != 1 or items[0][:1] != b"{":
+        return None
+    fields = slices.split_object(items[0])
+    return fields["text"] if fields.keys() == {"type", "text"} and fields["type"] == b'"text"' else None
 
 
 def replay(
@@ -177,7 +227,7 @@ def replay(
     start = len(conversation.preamble)
     walk = _Walk(conversation, chain, rule, parse, found)
     made: list[tuple[bytes, Checkpoint]] = []
-    points = decision_points(conversation)
+    points = decision_points(conversation, chain.cuts)
     live: Decision | None = None
     resumed: Conversation | None = None
     while (point := walk.next_point(points, force)) is not None:
@@ -222,10 +272,8 @@ class _Walk:
         self.checkpoint: Checkpoint | None = None
         if found is not None and chain.cuts[found[0]] == found[1].cut and resume(conversation, found[1], parse) is not None:
             self.key, self.checkpoint = chain.keys[found[0]], found[1]
-        start = len(conversation.preamble)
-        self._first = self.checkpoint.cut if self.checkpoint else 0
-        costs = [rule.cost(message) for message in conversation.messages[start + self._first :]]
-        self._sums = list(accumulate(costs, initial=0))
+        self._total = len(conversation.messages) - len(conversation.preamble)
+        self._sums = self._added_up(chain.cuts, self.checkpoint.cut if self.checkpoint else 0)
         self._base = rule.fixed
         self._done = 0
         self._ended = False
@@ -248,7 +296,7 @@ class _Walk:
     def tried(self, point: int) -> None:
         """An event was tried at this point: the next one takes new tokens."""
         self._done = point
-        self._ended = point == self._first + len(self._sums) - 1
+        self._ended = point == self._total
         self._due = max(self._rule.trigger, self._size(point) + self._rule.min_gain - 1)
 
     def adopt(self, key: bytes, checkpoint: Checkpoint) -> None:
@@ -262,14 +310,30 @@ class _Walk:
             return history
         return resume(history, self.checkpoint, self._parse) or history
 
+    def _added_up(self, cuts: Sequence[int], first: int) -> dict[int, int]:
+        """Tokens from the cut `first` up to every later cut, and to the end."""
+        messages, start = self._conversation.messages, len(self._conversation.preamble)
+        sums, at, total = {first: 0}, first, 0
+        for cut in (*cuts[bisect_right(cuts, first) :], self._total):
+            if cut > at:
+                total += self._rule.cost(messages[start + at : start + cut])
+                sums[cut] = total
+                at = cut
+        return sums
+
     def _stand_on(self, checkpoint: Checkpoint) -> None:
-        replaced = sum(self._rule.cost(self._parse(raw)) for raw in checkpoint.replacement)
-        self._base = self._rule.fixed + replaced - self._sums[checkpoint.cut - self._first]
+        replacement = Conversation(tuple(self._parse(raw) for raw in checkpoint.replacement))
+        replaced = sum(self._rule.cost(step.messages) for step in (*_alone(replacement.preamble), *replacement.steps))
+        self._base = self._rule.fixed + replaced - self._sums[checkpoint.cut]
         self._done = max(checkpoint.cut, checkpoint.seen)
         self._due = max(self._rule.trigger, checkpoint.tokens_after + self._rule.min_gain - 1)
 
     def _size(self, point: int) -> int:
-        return self._base + self._sums[point - self._first]
+        return self._base + self._sums[point]
+
+
+def _alone(messages: Sequence[Message]) -> tuple[Step, ...]:
+    return tuple(Step((message,), at) for at, message in enumerate(messages))
 
 
 def _common_tail(one: Sequence[Message], other: Sequence[Message]) -> int:

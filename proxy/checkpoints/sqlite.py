@@ -23,16 +23,19 @@ APPLICATION = 0x43504B31
 BUSY_MS = 40
 """How long to wait for another worker's write: less than the budget of a request."""
 
+OPEN_MS = 2_000
+"""The same while opening: several workers start at once, and one of them makes the file."""
+
 SWEEP = 60.0
 """Seconds between two looks for what has expired."""
 
 VARIABLES = 500
 """Keys in one statement: old builds of SQLite take 999."""
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS checkpoints (key BLOB NOT NULL UNIQUE, value BLOB NOT NULL, expires INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS checkpoints_expire ON checkpoints (expires);
-"""
+SCHEMA = (
+    "CREATE TABLE checkpoints (key BLOB NOT NULL UNIQUE, value BLOB NOT NULL, expires INTEGER NOT NULL)",
+    "CREATE INDEX checkpoints_expire ON checkpoints (expires)",
+)
 
 
 class SqliteStore:
@@ -87,7 +90,7 @@ class SqliteStore:
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # made here and not by SQLite, so that it never exists with wider rights; -wal and -shm take after it
         os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        connection = sqlite3.connect(self._path, timeout=BUSY_MS / 1000, isolation_level=None)
+        connection = sqlite3.connect(self._path, timeout=OPEN_MS / 1000, isolation_level=None)
         try:
             _prepare(connection)
         except BaseException:
@@ -183,15 +186,37 @@ class _Foreign(sqlite3.Error):
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
+    _switch_to_wal(connection)
+    connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the newest values, a kill loses none
+    connection.execute("BEGIN IMMEDIATE")
+    if _application(connection) != APPLICATION:
+        connection.execute(f"PRAGMA application_id = {APPLICATION}")
+        for statement in SCHEMA:
+            connection.execute(statement)
+    connection.execute("COMMIT")
+    connection.execute(f"PRAGMA busy_timeout = {BUSY_MS}")
+
+
+def _switch_to_wal(connection: sqlite3.Connection) -> None:
+    until = time.monotonic() + OPEN_MS / 1000
+    while True:
+        if _application(connection) not in (0, APPLICATION):
+            raise _Foreign("not_a_checkpoint_store")
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            # for this one statement SQLite does not wait for others by itself
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
+def _application(connection: sqlite3.Connection) -> int:
+    """Whose database it is: APPLICATION ours, 0 nobody's yet, any other somebody's."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if application != APPLICATION and tables:
-        raise _Foreign("not_a_checkpoint_store")
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute("PRAGMA synchronous = NORMAL")  # a power cut may lose the newest values, a kill loses none
-    if application != APPLICATION:
-        connection.execute(f"PRAGMA application_id = {APPLICATION}")
-    connection.executescript(SCHEMA)
+    return int(application) or (-1 if tables else 0)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

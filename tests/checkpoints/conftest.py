@@ -14,11 +14,6 @@ from proxy.wire.chat_completions import read_message
 
 
 @pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
-@pytest.fixture
 def history():
     """Builds a conversation from messages as a client would write them."""
 

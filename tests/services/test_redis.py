@@ -24,11 +24,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.service]
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
-@pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def fresh_loggers():
     structlog.reset_defaults()
