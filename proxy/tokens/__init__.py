@@ -6,12 +6,28 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from proxy.conversation import Message
-from proxy.tokens.calibration import Calibration
-from proxy.tokens.chat import ruler
+from proxy.tokens.breakdown import Breakdown, breakdown
+from proxy.tokens.calibration import Calibration, Calibrator, Key, chain, cold
+from proxy.tokens.chat import ChatRuler, ruler
 from proxy.tokens.families import bare_name, encoding_name
-from proxy.tokens.vocabulary import degraded
+from proxy.tokens.vocabulary import degraded, load
 
-__all__ = ["Calibration", "Ruler", "bare_name", "degraded", "encoding_name", "ruler"]
+__all__ = [
+    "Breakdown",
+    "Calibration",
+    "Calibrator",
+    "ChatRuler",
+    "Key",
+    "Ruler",
+    "bare_name",
+    "breakdown",
+    "chain",
+    "cold",
+    "degraded",
+    "encoding_name",
+    "load",
+    "ruler",
+]
 
 
 class Ruler(Protocol):

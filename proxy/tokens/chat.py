@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from proxy.conversation import Message, Opaque, Text, ToolCall, ToolResult
+from proxy.conversation import Message, Opaque, Part, Text, ToolCall, ToolResult
 from proxy.tokens import images, tools
 from proxy.tokens.calibration import EXACT, Calibration
 from proxy.tokens.families import Family, family
@@ -38,6 +38,7 @@ FieldKey = tuple[str, str, bytes, bytes]
 
 _STEPS: Remembered[tuple[str, Step]] = Remembered(REMEMBERED_BYTES)
 _FIELDS: Remembered[FieldKey] = Remembered(REMEMBERED_BYTES // 4)
+_THOUGHTS: Remembered[tuple[str, bytes]] = Remembered(REMEMBERED_BYTES // 4)
 
 
 class ChatRuler:
@@ -59,23 +60,50 @@ class ChatRuler:
     @cached_property
     def fixed(self) -> int:
         """Tokens of everything but the messages: tools, response_format, tool_choice, priming, and what the upstream adds."""
-        return math.ceil(self._fixed * self.calibration.slope + self.calibration.offset)
+        return math.ceil(self._fixed * self._scale + max(0.0, self.calibration.offset))
+
+    @property
+    def _scale(self) -> float:
+        """Theirs for one of ours, where it is about parts of a request."""
+        return self.calibration.least or self.calibration.slope
 
     def text(self, text: str) -> int:
         """Tokens of a plain string."""
-        return math.ceil(self._words.count(text) * self.calibration.slope)
+        return math.ceil(self._words.count(text) * self._scale)
 
     def message(self, message: Message) -> int:
         """Tokens that this message adds; of a batch's results, what each would cost alone."""
-        return math.ceil(self._step((message,)) * self.calibration.slope)
+        return math.ceil(self._step((message,)) * self._scale)
 
     def total(self, messages: Sequence[Message]) -> int:
         """Tokens of the whole request with these messages."""
-        return math.ceil(self.raw(messages) * self.calibration.slope + self.calibration.offset)
+        return math.ceil(self.calibration.tokens(self.raw(messages)))
 
     def raw(self, messages: Sequence[Message]) -> int:
         """Our own count of the whole request, before calibration: what calibration learns from."""
-        return self._fixed + sum(map(self._step, steps(messages))) + self._instructed(messages) + self._reasoned(messages)
+        thoughts = sum(tokens for _, tokens in self._thoughts(messages))
+        return self._fixed + sum(map(self._step, steps(messages))) + self._instructed(messages) + thoughts
+
+    def shares(self, messages: Sequence[Message]) -> list[int]:
+        """Our own count of each message as it stands in this request; with `raw(())` they add up to `raw`."""
+        shares = [0] * len(messages)
+        start = 0
+        for step in steps(messages):
+            for index, cost in self.costs(step):
+                shares[start + index] += cost
+            start += len(step)
+        first = next((index for index, message in enumerate(messages) if message.is_instruction), 0)
+        if messages:
+            shares[first] += self._instructed(messages)
+        for index, cost in self._thoughts(messages):
+            shares[index] += cost
+        return shares
+
+    def part(self, part: Part) -> int:
+        """Our own count of what a part says, without what frames its message."""
+        if isinstance(part, ToolCall):
+            return self._call(part)
+        return self._opaque(part) if isinstance(part, Opaque) else self._words.count(part.text)
 
     def cold_bytes(self, messages: Sequence[Message]) -> int:
         """UTF-8 bytes of text that a `total` of these messages would have to tokenize now."""
@@ -83,7 +111,9 @@ class ChatRuler:
         if cold > FIELDS_AT_ONCE:
             # What a message costs depends on the wanted format, which is too big to be read here.
             return cold + sum(utf8_size(text) for message in messages for text in _texts(message))
-        return cold + sum(self._cold(step) for step in steps(messages) if (self._tag, step) not in _STEPS)
+        cold += sum(self._cold(step) for step in steps(messages) if (self._tag, step) not in _STEPS)
+        thoughts = (part.raw for index in self._thinking(messages) for part in _reasoning(messages[index]))
+        return cold + sum(len(raw) for raw in thoughts if (self.rules.encoding, raw) not in _THOUGHTS)
 
     def _unknown_fields(self) -> Iterator[FieldKey]:
         return (key for key in (self._tools_key, self._format_key) if any(key[2:]) and key not in _FIELDS)
@@ -241,16 +271,27 @@ class ChatRuler:
         """What an earlier answer costs more when a format is wanted: it is addressed to that format."""
         return 0 if self._wanted is None else 2 + self._words.count(self._wanted.name[:NAME])
 
-    def _reasoned(self, messages: Sequence[Message]) -> int:
-        """Reasoning is shown again while the answer to the last user message is still being worked out, and dropped then."""
+    def _thoughts(self, messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
+        """(index, tokens) of reasoning that is sent back beside the content; one form where it is there in several."""
+        for index in self._thinking(messages):
+            yield index, max(map(self._thought, _reasoning(messages[index])), default=0)
+
+    def _thinking(self, messages: Sequence[Message]) -> Iterator[int]:
+        """Indices whose reasoning is shown again: while the last user message is still worked on; it is dropped then."""
         if self.rules.openai:
-            return 0
-        tokens = 0
-        for message in reversed(messages):
-            if message.role == "user" and not self._keeps_thoughts:
-                break
-            tokens += self._words.count(_thought(message))
-        return tokens
+            return
+        for index in range(len(messages) - 1, -1, -1):
+            if messages[index].role == "user" and not self._keeps_thoughts:
+                return
+            yield index
+
+    def _thought(self, part: Opaque) -> int:
+        key = (self.rules.encoding, part.raw)
+        cost = _THOUGHTS.get(key)
+        if cost is None:
+            cost = self._words.count(_words_of(_json(part.raw)))
+            _THOUGHTS.put(key, cost, 100 + len(part.raw))
+        return cost
 
     @cached_property
     def _keeps_thoughts(self) -> bool:
@@ -270,10 +311,8 @@ class ChatRuler:
         return self._words.count(end + "\n") - self._words.count(end) - 4
 
 
-def _thought(message: Message) -> str:
-    """The reasoning that a message sends back beside its content; the longest where it is there in several forms."""
-    thoughts = (part for part in message.parts if isinstance(part, Opaque) and part.kind == "reasoning")
-    return max((_words_of(_json(part.raw)) for part in thoughts if part.place != "content"), key=len, default="")
+def _reasoning(message: Message) -> Iterator[Opaque]:
+    return (part for part in message.parts if isinstance(part, Opaque) and part.kind == "reasoning" and part.place != "content")
 
 
 def _words_of(value: object, depth: int = 0) -> str:

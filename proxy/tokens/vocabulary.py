@@ -189,6 +189,11 @@ def vocabulary(name: str) -> Vocabulary:
     return _VOCABULARIES.get(name) or _VOCABULARIES[O200K]
 
 
+def load(name: str = O200K) -> bool:
+    """Read an encoding's ranks now, in some 200 ms, instead of at the first count; False: they cannot be read."""
+    return vocabulary(name).load()
+
+
 def degraded() -> Mapping[str, bool]:
     """Encoding → its ranks could not be read, so that its counts are estimates. False as well when it was not needed yet."""
     return {name: each.degraded for name, each in _VOCABULARIES.items()}
