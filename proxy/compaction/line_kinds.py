@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from proxy.compaction.signals import is_error_line
@@ -21,26 +22,41 @@ class Kind(enum.Enum):
 
 
 _HUNK = re.compile(r"@@ -\d|diff --git |\+\+\+ |--- |Index: ")
-_ROW = re.compile(r"\s*\|.*\|\s*$|[^,\t]*(?:\t[^\t]*){2,}$|[^,]*(?:,[^, ][^,]*){3,}$")
+_ROW = re.compile(r"\s*\|.*\|\s*$|[^,\t]+(?:\t[^\t]+){2,}$|[^,]*(?:,[^, ][^,]*){3,}$")
 _MATCH = re.compile(r"(?:[A-Za-z]:)?[\w./@+~-]+[.\w]+[:-]\d+[:-]|[\w./@+~-]*/[\w./@+~-]+:")
 _NUMBERED = re.compile(r"\s*\d+\s*(?:→|\||\t|: )")
-_DEFINITION = re.compile(
-    r"(?:\s*\d+\s*(?:→|\||\t|: )\s?)?\s{0,8}(?:(?:export|public|private|protected|internal|static|async|default|abstract|final|pub(?:\([a-z]+\))?|unsafe|virtual|override|extern)\s+)*"
-    r"(?:def|class|func|function|fn|interface|struct|enum|trait|impl|type|module|namespace|protocol|object|record|sub|defmodule|defp?|procedure|CREATE (?:TABLE|VIEW|INDEX)|create table)\b"
+_NUMBER = r"(?:\s*\d+\s*(?:→|\||\t|: )\s?)?"
+_MODIFIERS = (
+    r"(?:(?:export|public|private|protected|internal|static|async|default|abstract|final|pub(?:\([a-z]+\))?|unsafe|virtual|"
+    r"override|extern)\s+)*"
 )
+_KEYWORDS = (
+    r"(?:def|class|func|function|fn|interface|struct|enum|trait|impl|type|module|namespace|protocol|object|record|sub|"
+    r"defmodule|defp?|procedure|CREATE (?:TABLE|VIEW|INDEX)|create table)\b"
+)
+_DEFINITION = re.compile(_NUMBER + r"\s{0,8}" + _MODIFIERS + _KEYWORDS)
 _CODE = re.compile(
-    r"\s*(?:import |from \S+ import|#include|package |using |require\(|const |let |var |return\b|if\s*\(|if .+:$|for\s*\(|@\w+)|.*[{};]\s*$"
+    r"\s*(?:import |from \S+ import|#include|package |using |require\(|const |let |var |return\b|if\s*\(|if .+:$|for\s*\(|@\w+|"
+    r"[\w.\[\]]+ [:+-]?= \S)|.*[{};]\s*$"
 )
 _FRAME = re.compile(
-    r"\s*(?:File \"[^\"]+\", line \d+|at [\w$.<>/\[\] ]+\(|at \S+:\d+|\d+: 0x[0-9a-f]+|#\d+\s+(?:0x[0-9a-f]+|\S+\()|from \S+:\d+:in|\S+\.go:\d+ \+0x)"
+    r"\s*(?:File \"[^\"]+\", line \d+|at [\w$.<>/\[\] ]+\(|at \S+:\d+|\d+: 0x[0-9a-f]+|#\d+\s+(?:0x[0-9a-f]+|\S+\()|"
+    r"from \S+:\d+:in|\S+\.go:\d+ \+0x)"
 )
 _TRACE_HEAD = re.compile(
     r"Traceback \(most recent call last\)|Exception in thread|panicked at|goroutine \d+ \[|^\s*Caused by:|stack backtrace"
 )
+_TALLY_WORDS = (
+    r"(?:Tests?|Test Suites|Snapshots|Ran|Total|Passed|Failed|Failures|Errors|Summary|Result|Finished|Compiled|Built?|BUILD|"
+    r"Done|Time|Elapsed|Duration)\b"
+)
 _SUMMARY = re.compile(
-    r"\s*(?:[=-]{3,}.*(?:passed|failed|error|skipped|warnings?|in \d).*|(?:Tests?|Test Suites|Snapshots|Ran|Total|Passed|Failed|Failures|Errors|Summary|Result|Finished|Compiled|Built?|BUILD|Done|Time|Elapsed|Duration)\b.{0,100}\d.*"
-    r"|test result: .*|FAILED .*|\d+ (?:passing|failing|pending|passed|failed|errors?|warnings?|problems?|tests?|files? changed)\b.*"
-    r"|(?:process )?(?:exit(?:ed)?|return(?:ed)?)[ _-]?(?:code|status|with)?\b.{0,40}\d+.*|\[?exit(?: code| status)?:? ?\d+\]?.*|ok\s+\S+\s+[\d.]+s|PASS|FAIL.*|<returncode>.*)\s*$",
+    r"\s*(?:[=-]{3,}.*(?:passed|failed|error|skipped|warnings?|in \d).*"
+    rf"|{_TALLY_WORDS}.{{0,100}}\d.*"
+    r"|test result: .*|FAILED .*|PASS|FAIL.*|ok\s+\S+\s+[\d.]+s|<returncode>.*"
+    r"|\d+ (?:passing|failing|pending|passed|failed|errors?|warnings?|problems?|tests?|files? changed)\b.*"
+    r"|(?:process )?(?:exit(?:ed)?|return(?:ed)?)[ _-]?(?:code|status|with)?\b.{0,40}\d+.*"
+    r"|\[?exit(?: code| status)?:? ?\d+\]?.*)\s*$",
     re.IGNORECASE,
 )
 
@@ -87,9 +103,9 @@ def outline(lines: Sequence[str], kind: Kind) -> list[int]:
     """Indices of the lines that tell the structure, the most telling first."""
     match kind:
         case Kind.DIFF:
-            return [i for i, line in enumerate(lines) if _HUNK.match(line)] + [
-                i for i, line in enumerate(lines) if line[:1] in "+-" and line[1:].strip()
-            ]
+            files = [i for i, line in enumerate(lines) if line.startswith(("diff --git ", "Index: "))]
+            hunks = [i for i, line in enumerate(lines) if _HUNK.match(line)]
+            return [*files, *hunks, *(i for i, line in enumerate(lines) if line[:1] in "+-" and line[1:].strip())]
         case Kind.CODE:
             return [i for i, line in enumerate(lines) if _DEFINITION.match(line)]
         case Kind.TABLE:
@@ -105,24 +121,25 @@ def outline(lines: Sequence[str], kind: Kind) -> list[int]:
 def fold_shapes(lines: Sequence[str], most: int = 4) -> list[str]:
     """Log lines with those of one shape (the same but for numbers) beyond `most` left out and counted where they stood."""
     shapes = [_shape(line) for line in lines]
-    total: dict[str, int] = {}
-    for shape in shapes:
-        total[shape] = total.get(shape, 0) + 1
+    total = Counter(shapes)
+    seen: Counter[str] = Counter()
     out: list[str] = []
-    seen: dict[str, int] = {}
-    skipped = 0
+    skipped: list[str] = []
     for line, shape in zip(lines, shapes, strict=True):
-        number = seen[shape] = seen.get(shape, 0) + 1
-        if total[shape] > most and 2 < number < total[shape] and shape:
-            skipped += 1
-            continue
-        if skipped:
-            out.append(f"[… {skipped:,} similar {'line' if skipped == 1 else 'lines'} …]")
-            skipped = 0
-        out.append(line)
-    if skipped:
-        out.append(f"[… {skipped:,} similar {'line' if skipped == 1 else 'lines'} …]")
-    return out
+        seen[shape] += 1
+        if shape and total[shape] > most and 2 < seen[shape] < total[shape]:
+            skipped.append(line)
+        else:
+            out += _counted(skipped)
+            skipped = []
+            out.append(line)
+    return out + _counted(skipped)
+
+
+def _counted(skipped: list[str]) -> list[str]:
+    """A marker for the lines, or the lines themselves where they are shorter than it."""
+    marker = f"[… {len(skipped):,} similar {'line' if len(skipped) == 1 else 'lines'} …]"
+    return [marker] if sum(map(len, skipped)) + len(skipped) > len(marker) else skipped
 
 
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\b(?=[0-9a-f]*\d)[0-9a-f]{8,}\b|\d+")

@@ -6,7 +6,7 @@ hunks), then the beginning and the end. Whatever is left out is said in place, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from proxy.compaction import graphemes, json_text, line_kinds
@@ -26,6 +26,9 @@ class Shares:
     errors: float = 0.35
     around: float = 0.15
     outline: float = 0.25
+
+
+_STRUCTURED = Shares(outline=0.5)  # diffs, code, search results: the outline is the point
 
 
 def shorten(text: str, limit: int, *, head: float = _HEAD) -> str:
@@ -71,7 +74,7 @@ def _soft(text: str, index: int) -> int:
 
 def _select(lines: Sequence[str], limit: int, kind: Kind, head: float) -> str:
     """The lines that matter most, in order, with what is missing marked."""
-    shares = Shares()
+    shares = _STRUCTURED if kind in (Kind.DIFF, Kind.CODE, Kind.SEARCH) else Shares()
     taken = _Taken(lines, limit - 2 * _GAP)
     errors = line_kinds.important(lines, kind)
     taken.take(_ends_first(errors), shares.errors)
@@ -157,6 +160,3 @@ def _gap(lines: Sequence[str]) -> str:
     if len(lines) == 1 and len(lines[0]) <= _GAP:
         return lines[0]
     return f"[… {len(lines):,} {'line' if len(lines) == 1 else 'lines'} cut …]"
-
-
-Cutter = Callable[[str, int], str]

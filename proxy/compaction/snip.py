@@ -17,7 +17,8 @@ _READS = re.compile(
     re.IGNORECASE,
 )
 _SHELL_READS = re.compile(
-    r"\s*(?:cd \S+ && )?(?:cat|head|tail|sed -n|ls|find|grep|rg|wc|tree|pwd|git (?:status|diff|log|show|branch))\b[^|;&<>]*(?:\|\s*(?:head|tail|grep|wc|sort)[^|;&<>]*)*\Z"
+    r"\s*(?:cd \S+ && )?(?:cat|head|tail|sed -n|ls|find|grep|rg|wc|tree|pwd|git (?:status|diff|log|show|branch))\b[^|;&<>]*"
+    r"(?:\|\s*(?:head|tail|grep|wc|sort)[^|;&<>]*)*\Z"
 )
 _COMMAND_KEYS = ("command", "cmd", "script", "input")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])|\x08+")
@@ -25,7 +26,7 @@ _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 @dataclass(frozen=True, slots=True)
 class Snip:
-    """Takes out of the history what the rest of it says as well. The newest of equal things stays; protected steps are left alone."""
+    """Takes out of the history what the rest of it says as well. The newest of equal things stays; protected steps stay too."""
 
     reasoning: bool = True
     """Drop the reasoning of finished turns: all of it, whole."""
@@ -97,6 +98,8 @@ def _without_repeats(conversation: Conversation) -> Conversation:
         newer, reason = same_text.get(text), "the same output came again later"
         if newer is None and key is not None:
             newer, reason = same_call.get(key), "the same call was made again later"
+            if newer is not None and len(newer.text) < len(text) // 2:
+                newer = None  # an error, or a file that has shrunk: what was read before is not said again
         same_text.setdefault(text, output)
         if key is not None:
             same_call.setdefault(key, output)

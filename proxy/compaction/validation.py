@@ -161,20 +161,27 @@ class Needle:
 
 
 _TROUBLE = re.compile(
-    r"(?:\w*error|\w*exception|traceback|fatal|panic(?:ked)?|failed|failure|segfault|core dumped|denied|no such file)\b|错误|失败|异常|エラー|例外",
+    r"(?:\w*error|\w*exception|traceback|fatal|panic(?:ked)?|failed|failure|segfault|core dumped|denied|no such file)\b"
+    r"|错误|失败|异常|エラー|例外",
     re.IGNORECASE,
 )
 _NOT_TROUBLE = re.compile(
-    r"\s*(?:\d+\s*(?:→|\||\t|:)|[+\-@#>|*]|//|/\*|\"\"\"|'''|(?:def|class|func|fn|return|raise|throw|import|from|if|elif|else|try|except|catch|const|let|var|for|while|with|case|self|log\w*|print\w*|assert\w*|expect|it|describe|test)\b)"
+    r"\s*(?:\d+\s*(?:→|\||\t|:)|[+\-@#>|*]|//|/\*|\"\"\"|'''|"
+    r"(?:def|class|func|fn|return|raise|throw|import|from|if|elif|else|try|except|catch|const|let|var|for|while|with|case|self|"
+    r"log\w*|print\w*|assert\w*|expect|it|describe|test)\b)"
     r"|.*(?:[;{}]\s*$|\w\s*[:+]?=\s*\S|\b(?:0|no) (?:errors?|fail)|\bwithout errors?)",
     re.IGNORECASE,
 )
 _ASKS = re.compile(
-    r"\?\s*$|？|\b(?:please|could you|can you|would you|i want|i need|i'd like|we need|make|add|fix|write|change|remove|update|create|implement|show|explain|run|use)\b|请|帮|需要|想|ください|お願い|してほしい|bitte|s'il|veux|quiero|por favor",
+    r"\?\s*$|？|\b(?:please|could you|can you|would you|i want|i need|i'd like|we need|make|add|fix|write|change|remove|update|"
+    r"create|implement|show|explain|run|use)\b|请|帮|需要|想|ください|お願い|してほしい|bitte|s'il|veux|quiero|por favor",
     re.IGNORECASE,
 )
 _BINDS = re.compile(
-    r"\b(?:never|always|must|don'?t|do not|only|from now on|make sure|ensure|avoid|prefer|without|at most|at least|no more than)\b|不要|不能|必须|务必|禁止|始终|不得|しない|必ず|禁止|常に|niemals|immer|nicht|muss|jamais|toujours|ne pas|doit|nunca|siempre|no debe",
+    r"\b(?:never|always|must|don'?t|do not|only|from now on|make sure|ensure|avoid|prefer|without|at most|at least|"
+    r"no more than)\b"
+    r"|不要|不能|必须|务必|禁止|始终|不得|しない|必ず|禁止|常に|niemals|immer|nicht|muss|jamais|toujours|ne pas|doit|nunca|"
+    r"siempre|no debe",
     re.IGNORECASE,
 )
 _END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n")
