@@ -9,6 +9,11 @@ from typing import Any
 DEEPEST = 24
 """Levels of a schema that are written; what lies deeper is `any`."""
 
+MOST_KINDS = 16
+"""There are seven types."""
+
+LONGEST_REFERENCE = 1_000
+
 LEAST_WRITTEN = 50_000
 """Characters that even a small schema may take when it is written out."""
 
@@ -67,7 +72,7 @@ class _Writer:
             if not isinstance(reference, str):
                 return schema
             target: Any = self.root
-            for word in reference.lstrip("#/").split("/"):
+            for word in reference[:LONGEST_REFERENCE].lstrip("#/").split("/"):
                 target = target.get(word) if isinstance(target, dict) else None
             own = {key: value for key, value in schema.items() if key != "$ref"}
             schema = {**target, **own} if isinstance(target, dict) else own
@@ -75,9 +80,18 @@ class _Writer:
         return {}
 
     def comments(self, schema: Mapping[str, Any]) -> list[str]:
+        if self.left < 0:
+            return []
         written = _comments(schema)
         self.left -= sum(map(len, written))
-        return written if self.left >= 0 else []
+        return written
+
+    def literal(self, value: object) -> str:
+        if self.left < 0:
+            return "any"
+        written = _literal(value)
+        self.left -= len(written)
+        return written
 
     def type(self, schema: object, depth: int) -> str:
         self.left -= 16
@@ -91,10 +105,9 @@ class _Writer:
         if isinstance(every, list) and len(every) == 1:
             return self.type(every[0], depth + 1)
         if "const" in schema:
-            return _literal(schema["const"])
+            return self.literal(schema["const"])
         if isinstance(schema.get("enum"), list) and schema["enum"]:
-            self.left -= 16 * len(schema["enum"])
-            return " | ".join(map(_literal, schema["enum"]))
+            return " | ".join(map(self.literal, schema["enum"]))
         return self.plain(schema, depth)
 
     def plain(self, schema: dict[str, Any], depth: int) -> str:
@@ -112,14 +125,16 @@ class _Writer:
         return "object" if kind == "object" else "any"
 
     def union(self, schema: dict[str, Any], written: list[str]) -> str:
-        if _comments(schema):
+        if schema.get("title") or schema.get("description"):
             return " \n" + "".join(f"| {each}\n" for each in written)
         return " | ".join(written)
 
     def either(self, schema: dict[str, Any], kinds: list[Any], depth: int) -> str:
-        written = [self.type({**schema, "type": kind}, depth + 1) for kind in kinds]
-        if schema.get("description") and depth > 1:
-            return "\n" + "".join(f"| {each} // {schema['description']}\n" for each in written)
+        written = [self.type({**schema, "type": kind}, depth + 1) for kind in kinds[:MOST_KINDS]]
+        told = schema.get("description")
+        if told and depth > 1 and self.left >= 0:
+            self.left -= len(written) * len(str(told))
+            return "\n" + "".join(f"| {each} // {told}\n" for each in written)
         return " | ".join(written)
 
     def array(self, schema: dict[str, Any], depth: int) -> str:
@@ -138,9 +153,10 @@ class _Writer:
         fields: list[str] = []
         plain = True
         for key, value in schema["properties"].items():
+            self.left -= len(key)
             known = self.resolved(value)
             comments = self.comments(known)
-            default = f" // default: {_literal(known['default'])}" if "default" in known else ""
+            default = f" // default: {self.literal(known['default'])}" if "default" in known else ""
             field = f"{key}{'' if key in required else '?'}: {self.type(known, depth)}"
             plain = plain and not comments and not default and "\n" not in field
             fields.append(field)
