@@ -20,6 +20,7 @@ _SHELL_READS = re.compile(
     r"\s*(?:cd \S+ && )?(?:cat|head|tail|sed -n|ls|find|grep|rg|wc|tree|pwd|git (?:status|diff|log|show|branch))\b[^|;&<>]*"
     r"(?:\|\s*(?:head|tail|grep|wc|sort)[^|;&<>]*)*\Z"
 )
+_SIGNED_PLACES = frozenset({"content", "thinking_blocks", "thinking"})
 _COMMAND_KEYS = ("command", "cmd", "script", "input")
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])|\x08+")
 
@@ -48,18 +49,17 @@ class Snip:
 
 
 def without_old_reasoning(conversation: Conversation) -> Conversation:
-    """No reasoning in the turns before the last user message; none at all where the newer turns have none either.
+    """No reasoning in the turns before the last user message, where the upstream allows that.
 
-    Some upstreams want it on all assistant messages or on none: so it goes everywhere or stays everywhere, unless the newest
-    turn (which may be in the middle of a tool loop and then needs its own) is the only one left to carry it.
+    Signed thinking is only needed in the turn that is going on. Of reasoning in a plain field some upstreams want all or
+    nothing: it goes only where the turn that is going on (which needs its own inside a tool loop) has none.
     """
     last_user = conversation.last_user
     if last_user is None:
         return conversation
     border = conversation.steps[last_user].start
-    if any(_reasoning(message) for message in conversation.messages[border:]):
-        return conversation
-    messages = [_without_reasoning(message) if i < border else message for i, message in enumerate(conversation.messages)]
+    needed = {part.place for message in conversation.messages[border:] for part in _reasoning(message)} - _SIGNED_PLACES
+    messages = [_without_reasoning(message, needed) if i < border else message for i, message in enumerate(conversation.messages)]
     return conversation.with_messages(messages)
 
 
@@ -129,14 +129,16 @@ def _safe(name: str) -> str:
     return re.sub(r"[^\w.:-]", "", name)[:64] or "output"
 
 
-def _reasoning(message: Message) -> bool:
-    return any(isinstance(part, Opaque) and part.kind == "reasoning" for part in message.parts)
+def _reasoning(message: Message) -> list[Opaque]:
+    return [part for part in message.parts if isinstance(part, Opaque) and part.kind == "reasoning"]
 
 
-def _without_reasoning(message: Message) -> Message:
-    if message.role != "assistant" or not _reasoning(message):
+def _without_reasoning(message: Message, needed: set[str]) -> Message:
+    """The message without its reasoning: all of it, or none where some of it is needed."""
+    thoughts = _reasoning(message)
+    if message.role != "assistant" or not thoughts or any(part.place in needed for part in thoughts):
         return message
-    rest = [part for part in message.parts if not (isinstance(part, Opaque) and part.kind == "reasoning")]
+    rest = [part for part in message.parts if part not in thoughts]
     return message.with_parts(rest) if rest else message
 
 
