@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from proxy.tokens import images
-from proxy.tokens.vocabulary import CL100K, HARMONY, O200K, vocabulary
+from proxy.tokens.vocabulary import CL100K, ENCODINGS, HARMONY, O200K
 
 LONGEST_NAME = 128
 
@@ -64,11 +64,11 @@ def encoding_name(model: str) -> str:
 
 @lru_cache(maxsize=1024)
 def family(model: str, encoding: str | None = None) -> Family:
-    """The rules that a model name gets; those of gpt-4o where nothing better is known. `encoding` replaces its own."""
+    """The rules that a model name gets; those of gpt-4o where nothing better is known. `encoding`, when we have it, replaces its own."""
     name = bare_name(model)
     reasoning = bool(_REASONING.match(name))
     return Family(
-        encoding=vocabulary(encoding or encoding_name(model)).name,
+        encoding=encoding if encoding in ENCODINGS else encoding_name(model),
         openai=bool(_OPENAI.match(name)) and not name.startswith("gpt-oss"),
         reasoning=reasoning,
         gpt5=reasoning and "gpt-5" in name,

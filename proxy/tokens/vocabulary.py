@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from gzip import decompress
 from importlib.resources import files
 
@@ -20,6 +20,8 @@ from proxy.tokens.memory import Remembered
 O200K = "o200k_base"
 CL100K = "cl100k_base"
 HARMONY = "o200k_harmony"
+"""The ranks and the pattern of o200k_base with more special tokens, which are no concern of ours: text is all that we count."""
+
 ENCODINGS = (O200K, CL100K, HARMONY)
 
 PATTERNS = {
@@ -39,8 +41,6 @@ PATTERNS = {
         r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
     ),
 }
-PATTERNS[HARMONY] = PATTERNS[O200K]
-
 SPECIAL = {
     O200K: {"<|endoftext|>": 199999, "<|endofprompt|>": 200018},
     CL100K: {
@@ -50,23 +50,7 @@ SPECIAL = {
         "<|fim_suffix|>": 100260,
         "<|endofprompt|>": 100276,
     },
-    HARMONY: {f"<|reserved_{number}|>": number for number in range(200000, 201088)},
 }
-for _number, _word in {
-    199998: "startoftext",
-    199999: "endoftext",
-    200002: "return",
-    200003: "constrain",
-    200005: "channel",
-    200006: "start",
-    200007: "end",
-    200008: "message",
-    200012: "call",
-}.items():
-    SPECIAL[HARMONY].pop(f"<|reserved_{_number}|>", None)
-    SPECIAL[HARMONY][f"<|{_word}|>"] = _number
-# 200018 has both names in the published definition.
-SPECIAL[HARMONY]["<|endofprompt|>"] = 200018
 
 SLICE = 100_000
 """Characters handed to the tokenizer at once: it panics on one run of about a million, and a slice costs at most a token."""
@@ -81,11 +65,15 @@ _BOUNDARY = re.compile(r"[^\s] (?=[^\W\d_])")
 
 
 class Vocabulary:
-    """One encoding. Loaded at the first count; a rank file that cannot be read makes every count an estimate, and says so."""
+    """One encoding. Loaded at the first count; a rank file that cannot be read makes every count an estimate, and says so.
 
-    def __init__(self, name: str) -> None:
+    read: gives the bytes of its rank file; the package's own by default.
+    """
+
+    def __init__(self, name: str, read: Callable[[], bytes] | None = None) -> None:
         self.name = name
         self.degraded = False
+        self._read = read or (lambda: _packaged(name))
         self._encoding: tiktoken.Encoding | None = None
         self._lock = threading.Lock()
         self._known: Remembered[str] = Remembered(REMEMBERED_BYTES)
@@ -96,7 +84,7 @@ class Vocabulary:
             with self._lock:
                 if self._encoding is None and not self.degraded:
                     try:
-                        self._encoding = _encoding(self.name)
+                        self._encoding = _encoding(self.name, self._read())
                     except (OSError, EOFError, zlib.error, ValueError):
                         self.degraded = True
         return not self.degraded
@@ -157,9 +145,11 @@ def _cut(text: str, start: int) -> int:
     return boundaries[-1] if boundaries else stop
 
 
-def _encoding(name: str) -> tiktoken.Encoding:
-    file = CL100K if name == CL100K else O200K
-    packed = files(__package__).joinpath(f"{file}.ranks.gz").read_bytes()
+def _packaged(name: str) -> bytes:
+    return files(__package__).joinpath(f"{name}.ranks.gz").read_bytes()
+
+
+def _encoding(name: str, packed: bytes) -> tiktoken.Encoding:
     ranks = unpack(packed)
     encoding = tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=ranks, special_tokens=SPECIAL[name])
     # The encoding copies them; keeping ours as well would cost 24 MB for o200k.
@@ -181,12 +171,12 @@ def unpack(packed: bytes) -> dict[bytes, int]:
     return ranks
 
 
-_VOCABULARIES = {name: Vocabulary(name) for name in ENCODINGS}
+_VOCABULARIES = {name: Vocabulary(name) for name in (O200K, CL100K)}
 
 
-def vocabulary(name: str) -> Vocabulary:
-    """The one shared vocabulary of this encoding; o200k_base for a name that we do not have."""
-    return _VOCABULARIES.get(name) or _VOCABULARIES[O200K]
+def vocabulary(encoding: str) -> Vocabulary:
+    """The one shared vocabulary that counts for this encoding; that of o200k_base for a name that we do not have."""
+    return _VOCABULARIES.get(encoding) or _VOCABULARIES[O200K]
 
 
 def load(name: str = O200K) -> bool:
