@@ -64,7 +64,7 @@ def encoding_name(model: str) -> str:
 
 @lru_cache(maxsize=1024)
 def family(model: str, encoding: str | None = None) -> Family:
-    """The rules that a model name gets; those of gpt-4o where nothing better is known. `encoding`, when we have it, replaces its own."""
+    """The rules that a model name gets, those of gpt-4o where nothing better is known. `encoding`: counted with instead."""
     name = bare_name(model)
     reasoning = bool(_REASONING.match(name))
     return Family(
