@@ -1,0 +1,77 @@
+"""Summaries made in the background: asked for early, one at a time for a history, there when the next event comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+import structlog
+
+from proxy.errors import SummaryFailed
+
+T = TypeVar("T")
+
+_log = structlog.get_logger("proxy.summarizers")
+
+RUNNING, HELD = 8, 512
+"""Summaries under way at once, and those kept: a summary is a few kilobytes, a model's time is money."""
+
+
+class Preparations(Generic[T]):
+    """Tasks by the key of the history that they sum up. A task that failed is forgotten, so that it may be tried again."""
+
+    def __init__(self, running: int = RUNNING, held: int = HELD) -> None:
+        self._running, self._held = running, held
+        self._tasks: OrderedDict[bytes, asyncio.Task[T]] = OrderedDict()
+
+    def start(self, key: bytes, make: Callable[[], Awaitable[T]]) -> bool:
+        """True when `make` was started; False when one for this key is under way or done, or too many are under way.
+
+        make: may raise SummaryFailed.
+        """
+        if key in self._tasks or sum(not task.done() for task in self._tasks.values()) >= self._running:
+            return False
+        task = asyncio.ensure_future(_made(make))
+        self._tasks[key] = task
+        task.add_done_callback(lambda done: self._settle(key, done))
+        while len(self._tasks) > self._held:
+            self._drop(next(iter(self._tasks)))
+        return True
+
+    async def take(self, keys: Sequence[bytes], wait: float = 0.0) -> tuple[int, T] | None:
+        """What was made for the last of these keys that has something, with its index; waits at most so many seconds."""
+        for index in range(len(keys) - 1, -1, -1):
+            task = self._tasks.get(keys[index])
+            if task is None:
+                continue
+            if not task.done() and wait > 0:
+                await asyncio.wait([task], timeout=wait)
+            if task.done() and not task.cancelled() and task.exception() is None:
+                return index, task.result()
+        return None
+
+    async def aclose(self) -> None:
+        """Ends what is under way."""
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _settle(self, key: bytes, done: asyncio.Task[T]) -> None:
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is not None and self._tasks.get(key) is done:
+            del self._tasks[key]
+        if error is not None and not isinstance(error, SummaryFailed):
+            _log.error("a summary could not be prepared", exc_info=error)
+
+    def _drop(self, key: bytes) -> None:
+        self._tasks.pop(key).cancel()
+
+
+async def _made(make: Callable[[], Awaitable[T]]) -> T:
+    return await make()
