@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import logging
 import sys
@@ -28,7 +29,7 @@ from proxy.errors import ConfigError
 from proxy.metrics import Metrics
 from proxy.server import Draining
 from proxy.upstream import Upstream
-from proxy.windows import Windows
+from proxy.windows import Windows, built_in
 
 WARM_ENCODING = "o200k_base"
 """Loaded before the first request comes: most models use it."""
@@ -68,6 +69,7 @@ def build_compactor(config: Config, windows: Windows) -> Compactor:
         marks,
         enabled=compaction.enabled,
         shadow=compaction.shadow,
+        upstream=config.upstream.url,
         max_body_bytes=config.max_body_bytes,
     )
 
@@ -94,6 +96,7 @@ def build_app(config: Config) -> Application:
     @asynccontextmanager
     async def lifespan(_: Any) -> AsyncIterator[None]:
         tokens.ruler("gpt-4o", {}).text("warm")
+        built_in()
         metrics.set_tokenizer_degraded(WARM_ENCODING, tokens.degraded().get(WARM_ENCODING, False))
         if config.compaction.discovery and _is_local(config.upstream.url):
             discoverer.notice([])
@@ -111,7 +114,8 @@ def build_app(config: Config) -> Application:
         return Readiness(not outer.draining.active, ("draining",) if outer.draining.active else (), details)
 
     def extras() -> Mapping[str, object]:
-        return {"version": __version__, "windows": {"learned": windows.learned(time.monotonic())}}
+        calibration = [{**key._asdict(), **dataclasses.asdict(line)} for key, line in compactor.calibrator.learned().items()]
+        return {"version": __version__, "windows": {"learned": windows.learned(time.monotonic())}, "calibration": calibration}
 
     return Application(outer, admin_app(metrics, ready=ready, extras=extras), metrics, compactor)
 

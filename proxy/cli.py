@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     models.set_defaults(run=_models)
 
     check = commands.add_parser(
-        "check-config", help="validate a configuration file", description="Print the effective configuration, secrets masked."
+        "check-config", help="validate a configuration", description="Print the effective configuration, secrets masked."
     )
     check.add_argument("file", metavar="FILE")
     check.set_defaults(run=_check_config)
@@ -259,8 +259,20 @@ def _count(options: argparse.Namespace) -> int:
         found = tokens.breakdown(
             request.model, request.fields, request.conversation.messages, encoding=window.encoding if window else None
         )
-        print(json.dumps(found.as_json(), ensure_ascii=False) if options.json else found.as_table())
+        print(json.dumps(asdict(found), ensure_ascii=False) if options.json else _counted(found))
     return 0
+
+
+def _counted(found: tokens.Breakdown) -> str:
+    """A table: each message with its parts, tools, the rest, the sum."""
+    rows = [(f"{index}", message.role, message.tokens, message.parts) for index, message in enumerate(found.messages)]
+    lines = [f"{found.model or '(no model)'}  {found.encoding}", f"{'':>5}  {'role':<12}{'tokens':>9}  parts"]
+    for index, role, count, parts in rows:
+        told = ", ".join(f"{part.kind} {part.tokens}" for part in parts)
+        lines.append(f"{index:>5}  {role:<12}{count:>9}  {told}")
+    sums = (("tools", found.tools), ("other", found.other), ("total", found.tokens))
+    lines += [f"{'':>5}  {label:<12}{count:>9}" for label, count in sums]
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _models(options: argparse.Namespace) -> int:
@@ -283,7 +295,7 @@ def _models(options: argparse.Namespace) -> int:
         for label, value, fact in rows:
             if value is not None:
                 source = fact.source if fact else ("name" if label == "tokenizer" else "-")
-                print(f"  {label:<15}{value:<40}{source}")
+                print(f"  {label:<15}{value:<44}{source}")
     return 0
 
 

@@ -14,12 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
-from proxy import tokens
+from proxy import overflow, tokens
 from proxy.compaction import CompactionResult, Layer
 from proxy.compaction.pipeline import compact
 from proxy.conversation import Opaque
 from proxy.errors import ClientError, Unreadable
 from proxy.overflow import Overflow
+from proxy.tokens.calibration import ENOUGH, Calibrator, Key, chain
 from proxy.tokens.chat import ChatRuler
 from proxy.windows import Budget, Window, Windows, budget, requested_model
 from proxy.wire import Request, chat_completions, encodings
@@ -42,6 +43,8 @@ RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
 """Of what was refused, when the upstream did not say how much it takes."""
+SUSPECTS = 256
+"""Models whose last answer seemed truncated; clients choose the names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,11 @@ class Decision:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def forwarded(self) -> int | None:
+        """Prompt tokens of what goes to the upstream."""
+        return self.before if self.body is None else self.after
+
+    @property
     def layers(self) -> tuple[str, ...]:
         return self.result.layers if self.result is not None and self.outcome in ("applied", "shadow", "reused") else ()
 
@@ -125,10 +133,14 @@ class Compactor:
         *,
         enabled: bool = True,
         shadow: bool = False,
+        upstream: str = "",
         max_body_bytes: int = 64 * 1024 * 1024,
         threads: int = 2,
     ) -> None:
         self.windows = windows
+        self.calibrator = Calibrator()
+        self._upstream = upstream
+        self._short_answers: dict[str, int] = {}
         self._layers = tuple(layers)
         self._marks = marks or Marks()
         self._enabled, self._shadow = enabled, shadow
@@ -156,9 +168,9 @@ class Compactor:
         """The decision with its tokens counted, off the event loop where that takes long."""
         if decision.before is not None or decision.request is None:
             return decision
-        request, window = decision.request, decision.window
+        request = decision.request
         started = time.perf_counter()
-        ruler = tokens.ruler(decision.model or "", request.fields, encoding=window.encoding if window else None)
+        ruler = self._ruler(request, decision.model or "", decision.window)
         total = await self._total(ruler, request)
         seconds = {**decision.seconds, "count": time.perf_counter() - started}
         return replace(decision, before=total, after=total, seconds=seconds)
@@ -168,31 +180,71 @@ class Compactor:
 
         The limit was learned by the caller; what the upstream counted corrects our own count for this one request.
         """
-        request, forwarded = decision.request, decision.after if decision.body is not None else decision.before
+        request, forwarded = decision.request, decision.forwarded
         if request is None or not forwarded:
             return None
-        ruler = tokens.ruler(decision.model or "", request.fields, encoding=decision.window.encoding if decision.window else None)
-        limit = refused.limit or int((refused.input or forwarded) * UNSTATED_SHARE)
-        window = Window(limit, None, None, "learned", None, None, None)
-        aim = budget(
-            window, requested_output=request.max_output, ruler=ruler, trigger=self._marks.trigger, target=self._marks.target
-        )
+        model = decision.model or ""
+        window = self._window_after(refused, forwarded, decision)
+        ruler = self._ruler(request, model, decision.window)
+        aim = self._budget(window, request, ruler)
+        # what the upstream counted corrects our own count, for this one try
         ratio = max(refused.input / forwarded, 0.5) if refused.input else 1.0
         fits = int(aim.usable * RETRY_SHARE / ratio)
         aim = replace(aim, usable=fits, trigger=min(aim.trigger, fits), target=max(1, int(aim.target / ratio)))
-        measured = Measured(request, decision.model or "", window, aim, ruler)
-        harder = await self._event(measured, forwarded if decision.body is None else await self._total(ruler, request), "force")
+        before = forwarded if decision.body is None else await self._total(ruler, request)
+        harder = await self._event(Measured(request, model, window, aim, ruler), before, "force")
         if harder.body is None or (harder.after or 0) >= forwarded:
             return None
-        return replace(harder, window=decision.window or window)
+        return replace(harder, seconds={**decision.seconds, **harder.seconds})
+
+    def _window_after(self, refused: Overflow, forwarded: int, decision: Decision) -> Window:
+        """The window as a refusal leaves it, for this one try: a configured one may say more."""
+        known = decision.window
+        if refused.limit is None:
+            limit = int(min(refused.input or forwarded, forwarded) * UNSTATED_SHARE)
+            return Window(limit, None, None, "learned", None, None, None)
+        price = known.price if known is not None else None
+        if not refused.of_prompt:
+            return Window(refused.limit, None, None, "learned", None, None, price)
+        asked = decision.request.max_output if decision.request is not None else None
+        whole = known.tokens if known is not None else refused.limit + (asked or 0)
+        return Window(max(whole, refused.limit), None, refused.limit, "learned", None, None, price)
+
+    def refused(self, decision: Decision, refused: Overflow) -> None:
+        """Takes what a refusal says of the model's limit."""
+        if decision.model is not None and refused.limit is not None and refused.kind != "tpm":
+            now = time.monotonic()
+            self.windows.learn(decision.model, refused.limit, exact=True, now=now, prompt_only=refused.of_prompt)
 
     def learned(self, decision: Decision, usage: Usage) -> None:
-        """Takes what the answer to a forwarded request says: a limit that proved wrong, a model's real name."""
-        if decision.model is None or usage.prompt is None:
+        """Takes what the answer to a forwarded request says: how the upstream counts, a limit that proved wrong, a silent
+        truncation, a model's real name."""
+        request, model, forwarded = decision.request, decision.model, decision.forwarded
+        if request is None or model is None or usage.prompt is None or not forwarded:
             return
-        self.windows.accepted(decision.model, usage.prompt)
+        messages = request.conversation.messages
+        if decision.body is not None and decision.result is not None:
+            messages = decision.result.conversation.messages
+        key, ruler = self._key(request, model), self._ruler(request, model, decision.window)
+        if self._seems_truncated(key, forwarded, usage.prompt):
+            self.windows.learn(model, usage.prompt, exact=False, now=time.monotonic())
+            return
+        self.calibrator.observe(key, ruler.raw(messages), usage.prompt, prefixes=chain(messages, ruler.raw(())))
+        self.windows.accepted(model, usage.prompt)
         if usage.model:
-            self.windows.answered_as(decision.model, usage.model)
+            self.windows.answered_as(model, usage.model)
+
+    def _seems_truncated(self, key: Key, forwarded: int, reported: int) -> bool:
+        """Twice in a row far fewer tokens than we sent: once may be an upstream that counts only what was not cached."""
+        calibrated = self.calibrator.calibration(key).samples >= ENOUGH
+        if not overflow.truncated(forwarded, reported, calibrated=calibrated, media=key.media):
+            self._short_answers.pop(key.model, None)
+            return False
+        seen = self._short_answers.get(key.model, 0) + 1
+        if seen == 1 and len(self._short_answers) >= SUSPECTS:
+            self._short_answers.clear()
+        self._short_answers[key.model] = seen
+        return seen >= 2
 
     def close(self) -> None:
         """Lets the worker threads end."""
@@ -208,21 +260,35 @@ class Compactor:
         request = chat_completions.read(plain, self._cache.get)
         model = requested_model(path, request.model)
         window = self.windows.lookup(model, time.monotonic())
-        ruler = tokens.ruler(model, request.fields, encoding=window.encoding if window else None)
+        ruler = self._ruler(request, model, window)
         if window is None and wish.window is not None:
             window = Window(wish.window, None, None, "default", None, None, None)
-        if window is None:
-            return Measured(request, model, None, None, ruler)
-        marks = self._marks
-        aim = budget(
+        aim = None if window is None else self._budget(window, request, ruler, wish.window)
+        return Measured(request, model, window, aim, ruler)
+
+    def _key(self, request: Request, model: str) -> Key:
+        """What shares a calibration."""
+        offered = any(request.fields.get(name, b"null")[:1] == b"[" for name in ("tools", "functions"))
+        return Key(self._upstream, tokens.bare_name(model), offered, _has_media(request))
+
+    def _ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
+        """The ruler as far as answers have calibrated it by now."""
+        encoding = window.encoding if window is not None else None
+        plain = tokens.ruler(model, request.fields, encoding=encoding)
+        marks = chain(request.conversation.messages, plain.raw(()))
+        calibration = self.calibrator.calibration(self._key(request, model), marks)
+        return tokens.ruler(model, request.fields, encoding=encoding, calibration=calibration)
+
+    def _budget(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None) -> Budget:
+        return budget(
             window,
             requested_output=request.max_output,
             ruler=ruler,
-            trigger=marks.trigger,
-            target=marks.target,
-            narrowed_to=wish.window,
+            trigger=self._marks.trigger,
+            target=self._marks.target,
+            narrowed_to=narrowed_to,
+            margin=ruler.calibration.margin,
         )
-        return Measured(request, model, window, aim, ruler)
 
     async def _judge(self, measured: Measured, size: int, mode: Mode) -> Decision:
         known = Decision("none", None, None, measured.request, measured.model, measured.window, measured.budget)
@@ -246,7 +312,7 @@ class Compactor:
         extra = RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(request.conversation.messages)
         if size + extra > aim.trigger:
             return False
-        return not any(isinstance(part, Opaque) for message in request.conversation.messages for part in message.parts)
+        return not _has_media(request)
 
     async def _event(self, measured: Measured, before: int, mode: Mode) -> Decision:
         """Compacts within the deadline. What gains nothing, or does not fit even so, goes on as it came."""
@@ -297,3 +363,7 @@ class Compactor:
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _has_media(request: Request) -> bool:
+    return any(isinstance(part, Opaque) for message in request.conversation.messages for part in message.parts)

@@ -41,6 +41,10 @@ REFUSALS = frozenset({400, 413, 422, 429, 500})
 """Statuses under which upstreams say that a prompt is too long."""
 REFUSAL_BYTES = 64 * 1024
 """An error body up to this size is read whole to learn what it says; a longer one is passed on unread."""
+FIRST_EVENT_SECONDS = 0.5
+"""How long a stream's head waits for its first event when the prompt may be too long: a refusal comes at once."""
+SUSPECT_TOKENS, SUSPECT_SHARE = 1_024, 0.5
+"""From this size, or fill of the usable window, a prompt may be too long for the upstream whatever we think."""
 LEFT = 499
 """The status under which a request counts whose client left before it had one."""
 REWRITTEN = frozenset({b"content-encoding", b"content-md5", b"digest", b"content-digest"})
@@ -173,7 +177,7 @@ class Proxy:
         counting = self._count_meanwhile(exchange.decision)
         answer: Answer | Replay
         try:
-            answer = first = await self._send(exchange, scope, pieces)
+            answer = await self._send(exchange, scope, pieces)
             if counting is not None:
                 exchange.decision = await counting
         finally:
@@ -181,7 +185,11 @@ class Proxy:
                 counting.cancel()
         try:
             if answer.status in REFUSALS:
-                answer = await self._recover(exchange, scope, first)
+                answer = await Replay.whole(answer)
+            elif _may_be_too_long(exchange.decision, answer):
+                answer = await Replay.begun(answer)
+            if isinstance(answer, Replay):
+                answer = await self._recover(exchange, scope, answer)
             await self._stream(exchange, answer, send)
         finally:
             answer.close()
@@ -244,23 +252,20 @@ class Proxy:
         finally:
             exchange.upstream_seconds += time.perf_counter() - exchange.sent_at
 
-    async def _recover(self, exchange: Exchange, scope: Scope, answer: Answer) -> Answer | Replay:
+    async def _recover(self, exchange: Exchange, scope: Scope, first: Replay) -> Answer | Replay:
         """The answer to a second, smaller try when the first was refused for its length; else the first, untouched."""
-        first = await Replay.of(answer)
-        refused = overflow.classify(first.status, first.body) if first.is_whole else None
         decision = exchange.decision
-        if refused is None or decision.request is None or decision.model is None:
+        refused = first.refusal(decision)
+        if refused is None:
             return first
-        if refused.limit is not None and refused.kind != "tpm":
-            self._compactor.windows.learn(decision.model, refused.limit, exact=refused.exact, now=time.monotonic())
         exchange.overflow = "returned"
+        self._compactor.refused(decision, refused)
         if refused.kind != "prompt" or decision.outcome in ("bypassed", "shadow") or decision.reason == "disabled":
             return first
         harder = await self._safely(self._compactor.harder(decision, refused), None)
         if harder is None:
             return first
-        exchange.overflow = "retried_failed"
-        exchange.decision = harder
+        exchange.overflow, exchange.decision = "retried_failed", harder
         try:
             second = await self._send(exchange, scope, ())
         except UpstreamError as error:
@@ -271,6 +276,7 @@ class Proxy:
             exchange.decision = decision
             return first
         exchange.overflow = "retried_ok"
+        first.close()
         return second
 
     async def _stream(self, exchange: Exchange, answer: Answer | Replay, send: Send) -> None:
@@ -304,7 +310,7 @@ class Proxy:
 
     def _record(self, exchange: Exchange) -> None:
         decision, usage = exchange.decision, exchange.usage
-        if exchange.endpoint == CHAT:
+        if exchange.endpoint == CHAT and exchange.status < 300:
             self._compactor.learned(decision, usage)
         self._metrics.record(_record(exchange))
         if decision.model is not None and decision.budget is not None and decision.window is not None:
@@ -365,38 +371,80 @@ async def while_client_stays(work: Awaitable[None], left: Coroutine[Any, Any, No
 
 
 class Replay:
-    """An answer whose body was read, or begun to be read, and can still be passed on."""
+    """An answer whose body was read as far as it says whether the prompt was too long; it can still be passed on."""
 
-    def __init__(self, answer: Answer, pieces: list[bytes], is_whole: bool) -> None:
-        self._answer, self._pieces, self.is_whole = answer, pieces, is_whole
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
         self.status, self.headers = answer.status, answer.headers
+        self._pieces: list[bytes] = []
+        self._pending: asyncio.Future[bytes] | None = None
+        self._ended = False
         self._next = 0
 
     @classmethod
-    async def of(cls, answer: Answer) -> Replay:
-        """The answer with its body read as far as an error's body may go. Raises UpstreamError."""
-        pieces: list[bytes] = []
-        size = 0
-        while size <= REFUSAL_BYTES:
-            piece = await answer.next()
-            if not piece:
-                return cls(answer, pieces, True)
-            pieces.append(piece)
-            size += len(piece)
-        return cls(answer, pieces, False)
+    async def whole(cls, answer: Answer) -> Replay:
+        """Read to its end, or as far as an error's body may go. Raises UpstreamError."""
+        replay, size = cls(answer), 0
+        while not replay._ended and size <= REFUSAL_BYTES:
+            size += replay._take(await answer.next())
+        return replay
 
-    @property
-    def body(self) -> bytes:
-        return b"".join(self._pieces)
+    @classmethod
+    async def begun(cls, answer: Answer) -> Replay:
+        """A stream read as far as its first event, if that comes soon; the client's first byte is not made to wait longer."""
+        replay, size = cls(answer), 0
+        while not replay._ended and size <= REFUSAL_BYTES and not _has_event(replay._pieces):
+            replay._pending = asyncio.ensure_future(answer.next())
+            await asyncio.wait({replay._pending}, timeout=FIRST_EVENT_SECONDS)
+            if not replay._pending.done() or replay._pending.exception() is not None:
+                break
+            size += replay._take(replay._pending.result())
+            replay._pending = None
+        return replay
+
+    def refusal(self, decision: Decision) -> overflow.Overflow | None:
+        """What the answer says of the prompt's length; None when it says nothing of it."""
+        body = b"".join(self._pieces)
+        if self.status >= 300:
+            return overflow.classify(self.status, body) if self._ended else None
+        if not self._ended:
+            return overflow.classify_event(body)
+        window = decision.window.tokens if decision.window is not None else None
+        return overflow.classify_event(body) or overflow.ended_empty(body, forwarded=decision.forwarded or 0, window=window)
 
     async def next(self) -> bytes:
         if self._next < len(self._pieces):
             self._next += 1
             return self._pieces[self._next - 1]
-        return b"" if self.is_whole else await self._answer.next()
+        if self._ended:
+            return b""
+        pending, self._pending = self._pending, None
+        return await (self._answer.next() if pending is None else pending)
 
     def close(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
         self._answer.close()
+
+    def _take(self, piece: bytes) -> int:
+        if piece:
+            self._pieces.append(piece)
+        else:
+            self._ended = True
+        return len(piece)
+
+
+def _has_event(pieces: list[bytes]) -> bool:
+    """Whether an event that says something is there in full."""
+    *whole, _ = b"".join(pieces).replace(b"\r\n", b"\n").split(b"\n")
+    return any(line.startswith(b"data:") and line[5:].strip() not in (b"", b"[DONE]") for line in whole)
+
+
+def _may_be_too_long(decision: Decision, answer: Answer) -> bool:
+    """Whether a stream that began well may still turn out to be a refusal of the prompt's length."""
+    if decision.forwarded is None or answer.status != 200 or "event-stream" not in _header(answer.headers, b"content-type"):
+        return False
+    return decision.forwarded >= (SUSPECT_TOKENS if decision.budget is None else decision.budget.usable * SUSPECT_SHARE)
 
 
 def _header(headers: Headers, name: bytes) -> str:
@@ -482,7 +530,7 @@ def _record(exchange: Exchange) -> RequestRecord:
         upstream_duration=exchange.upstream_seconds if exchange.sent_at is not None else None,
         overhead=(*decision.seconds.items(), ("total", own)),
         received=before,
-        forwarded=before if decision.body is None else after,
+        forwarded=decision.forwarded,
         saved=saved,
         outcome=decision.outcome,
         shadow_saved=(before or 0) - (after or 0) if decision.outcome == "shadow" else 0,
@@ -496,7 +544,7 @@ def _record(exchange: Exchange) -> RequestRecord:
         usage_input=usage.prompt,
         usage_output=usage.completion,
         usage_cached=usage.cached,
-        count_error=after / usage.prompt if after and usage.prompt else None,
+        count_error=decision.forwarded / usage.prompt if decision.forwarded and usage.prompt else None,
         upstream_error=exchange.upstream_error or _refusal_class(exchange),
         client_disconnect=exchange.gone,
         stream_abort=exchange.aborted,
