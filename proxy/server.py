@@ -27,6 +27,8 @@ from uvicorn.server import ServerState
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 200
+MAX_PIPELINED = 16
+"""Requests that may wait behind one another on a connection before we stop reading it. Hardly any client sends two."""
 KEEP_ALIVE_SECONDS = 75
 """How long an idle client may come back on its connection: nginx's figure; uvicorn's 5 s resets the pools of SDKs."""
 BACKLOG = 2048
@@ -130,7 +132,10 @@ class StrictHttp(HttpToolsProtocol):
         self._in_head = False
         self._progress += 1
         self._check_head()
+        paused = self.flow.read_paused
         super().on_headers_complete()
+        if self.flow.read_paused and not paused and len(self.pipeline) < MAX_PIPELINED:
+            self.flow.resume_reading()  # uvicorn stops reading while requests queue, and so does not see the client leave
         if self.parser.should_upgrade() and self.cycle is not None:  # not taken up; the parser stops after this request
             self.cycle.keep_alive = False
 
@@ -374,6 +379,8 @@ async def running(
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket on this address, not yet listening. Port 0: the system chooses. Raises CannotListen."""
+    if not 0 <= port <= 65535:  # getaddrinfo takes it modulo 65536
+        raise CannotListen(f"cannot listen on {host}:{port}: a port is 0 to 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         sock = socket.socket(family, kind, protocol)
@@ -384,7 +391,7 @@ def bind(host: str, port: int) -> socket.socket:
         except BaseException:
             sock.close()
             raise
-    except (OSError, OverflowError, UnicodeError) as error:
+    except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise CannotListen(f"cannot listen on {host}:{port}: {reason.lower()}") from None
     sock.setblocking(False)

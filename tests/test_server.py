@@ -1,0 +1,501 @@
+"""The server's protocol and its end, on real sockets: what it refuses, how long it waits, and how it drains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy import server
+from proxy.server import CannotListen, bind, running
+
+pytestmark = pytest.mark.anyio
+
+VECTORS = json.loads((Path(__file__).parent / "live" / "smuggling_vectors.json").read_text())
+BUILT = {
+    "chunk ext 64k": b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3;"
+    + b"a" * 65536
+    + b"\r\nabc\r\n0\r\n\r\n",
+    "header 70KB": b"GET / HTTP/1.1\r\nHost: x\r\nX-A: " + b"a" * 70_000 + b"\r\n\r\n",
+    "3000 headers": b"GET / HTTP/1.1\r\nHost: x\r\n" + b"".join(b"X-%d: 1\r\n" % n for n in range(3000)) + b"\r\n",
+    "url 70KB": b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+}
+GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    return "asyncio", {"use_uvloop": True}
+
+
+class Recorder:
+    """An app that answers `ok` and keeps what it was asked; paths: /slow waits for `gate`, /stream sends until told."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, bytes, bytes, list[tuple[bytes, bytes]]]] = []
+        self.left: list[bytes] = []
+        self.lifespan: list[str] = []
+        self.gate = asyncio.Event()
+        self.draining: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(scope, receive, send)
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.left.append(scope["raw_path"])
+                return
+            body, more = body + message["body"], message["more_body"]
+        self.seen.append((scope["method"], scope["raw_path"], body, list(scope["headers"])))
+        if scope["path"] == "/slow":
+            waiting = asyncio.ensure_future(self.gate.wait())
+            leaving = asyncio.ensure_future(receive())
+            await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if leaving.done():
+                self.left.append(scope["raw_path"])
+            waiting.cancel()
+            leaving.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    async def _live(self, scope: Any, receive: Any, send: Any) -> None:
+        self.draining = scope["state"]["draining"]
+        while not self.lifespan or self.lifespan[-1] != "lifespan.shutdown":
+            self.lifespan.append((await receive())["type"])
+            await send({"type": self.lifespan[-1] + ".complete"})
+
+
+@pytest.fixture
+def app() -> Recorder:
+    return Recorder()
+
+
+@asynccontextmanager
+async def client(app: Any, **settings: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async with running(app, Recorder(), **settings) as addresses:
+        reader, writer = await asyncio.open_connection(*addresses.proxy)
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+async def until_quiet(reader: asyncio.StreamReader, seconds: float = 0.1) -> tuple[bytes, str]:
+    got = b""
+    try:
+        while data := await asyncio.wait_for(reader.read(65536), seconds):
+            got += data
+    except TimeoutError:
+        return got, "open"
+    except ConnectionError:
+        return got, "closed"
+    return got, "closed"
+
+
+async def settled(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def statuses(answer: bytes) -> list[str]:
+    return re.findall(r"HTTP/1\.1 (\d{3}) ", answer.decode("latin-1"))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=[vector["name"] for vector in VECTORS])
+async def test_what_proxies_read_in_two_ways_is_refused(app: Recorder, vector: dict[str, Any]) -> None:
+    raw = BUILT[vector["name"]] if vector["raw"] is None else vector["raw"].encode("latin-1")
+
+    async with client(app) as (reader, writer):
+        writer.write(raw)
+        answer, connection = await until_quiet(reader)
+
+    assert (statuses(answer), connection) == (vector["status"], vector["connection"])
+    assert len(app.seen) == vector["status"].count("200")
+
+
+async def test_a_refusal_reads_like_the_apis_own(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n")
+        answer, _ = await until_quiet(reader)
+
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"x-compaction-error: 1" in head
+    assert json.loads(body)["error"]["code"] == "bad_http"
+
+
+async def test_a_bad_request_behind_a_good_one_is_not_written_into_its_answer(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + b"GARBAGE\r\n\r\n")
+        assert await until_quiet(reader) == (b"", "open")
+        app.gate.set()
+        answer, connection = await until_quiet(reader)
+
+    assert answer == b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok"
+    assert connection == "closed"
+    assert len(app.seen) == 1
+
+
+async def test_a_client_with_a_bad_request_behind_a_good_one_is_seen_to_leave(app: Recorder) -> None:
+    async with client(app) as (_, writer):
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\nGARBAGE\r\n\r\n")
+        await settled(lambda: len(app.seen) == 1)
+        await asyncio.sleep(0.02)
+        writer.close()
+        await settled(lambda: app.left == [b"/slow"])
+
+
+async def test_a_fault_in_a_body_is_refused_and_the_app_told(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\nZZ\r\n")
+        answer, connection = await until_quiet(reader)
+        await settled(lambda: app.left == [b"/"])
+
+    assert (statuses(answer), connection) == (["400"], "closed")
+    assert app.seen == []
+
+
+async def test_trailers_do_not_become_headers(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(
+            b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nAuthorization: evil\r\nX-T: 1\r\n\r\n"
+        )
+        await until_quiet(reader)
+
+    assert app.seen == [("POST", b"/", b"abc", [(b"host", b"x"), (b"transfer-encoding", b"chunked")])]
+
+
+@pytest.mark.parametrize(
+    "start", [b"GET / HTTP/1.1\r\nHost: x\r\nX: ", b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: "]
+)
+async def test_a_header_or_trailer_without_end_is_cut_off(app: Recorder, start: bytes) -> None:
+    sent = 0
+
+    async with client(app) as (_, writer):
+        writer.write(start)
+        try:
+            while sent < 50_000_000:
+                writer.write(b"a" * 65536)
+                sent += 65536
+                await writer.drain()
+        except ConnectionError:
+            pass
+
+    assert sent < 5_000_000
+
+
+async def test_an_upgrade_is_answered_as_if_it_had_not_been_asked_for(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(b"GET /a HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + GET)
+        answer, connection = await until_quiet(reader)
+
+    assert (statuses(answer), connection) == (["200"], "closed")
+
+
+# Time
+
+
+@pytest.mark.parametrize("begun", [b"", b"\r\n", b"GET / HTTP/1.1\r\nHost", GET + b"GET /b HTT"])
+async def test_a_head_that_does_not_end_is_given_up(app: Recorder, begun: bytes) -> None:
+    async with client(app, header_timeout=0.2) as (reader, writer):
+        writer.write(begun)
+        started = asyncio.get_running_loop().time()
+        answer, connection = await until_quiet(reader, 5.0)
+        took = asyncio.get_running_loop().time() - started
+
+    assert connection == "closed"
+    assert statuses(answer) == (["200"] if begun.startswith(GET) else [])
+    assert 0.1 < took < 2.0
+
+
+async def test_a_head_that_drips_is_given_up_at_the_same_time(app: Recorder) -> None:
+    async with client(app, header_timeout=0.3) as (reader, writer):
+        closed = asyncio.ensure_future(reader.read())
+        dripped = 0
+        while not closed.done():
+            writer.write(GET[dripped : dripped + 1])
+            dripped += 1
+            await asyncio.sleep(0.04)
+        assert dripped < 15
+        await asyncio.gather(closed, return_exceptions=True)
+
+
+async def test_a_connection_that_waits_for_its_next_request_is_left_open(app: Recorder) -> None:
+    async with client(app, header_timeout=0.1) as (reader, writer):
+        for _ in range(3):
+            writer.write(GET)
+            answer, connection = await until_quiet(reader, 0.3)
+            assert (statuses(answer), connection) == (["200"], "open")
+
+
+async def test_a_slow_answer_is_not_cut_by_the_deadline_of_the_head(app: Recorder) -> None:
+    async with client(app, header_timeout=0.1) as (reader, writer):
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + GET[:10])
+        await asyncio.sleep(0.4)
+        app.gate.set()
+        answer, _ = await until_quiet(reader)
+
+    assert statuses(answer) == ["200"]
+
+
+async def test_every_waiting_request_of_a_client_that_leaves_is_told(app: Recorder) -> None:
+    async with client(app) as (_, writer):
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        await settled(lambda: len(app.seen) == 1)
+        writer.write(GET)
+        await asyncio.sleep(0.02)
+        writer.transport.abort()
+        await settled(lambda: app.left == [b"/slow"])
+
+
+# Two listeners, start and end
+
+
+async def test_both_apps_are_started_told_of_the_end_and_stopped() -> None:
+    proxy, admin = Recorder(), Recorder()
+
+    async with running(proxy, admin) as addresses:
+        assert proxy.lifespan == admin.lifespan == ["lifespan.startup"]
+        assert addresses.proxy != addresses.admin
+        for address, app in ((addresses.proxy, proxy), (addresses.admin, admin)):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(GET)
+            assert statuses((await until_quiet(reader))[0]) == ["200"]
+            assert len(app.seen) == 1
+            writer.close()
+        assert not proxy.draining.active
+
+    assert proxy.lifespan == admin.lifespan == ["lifespan.startup", "lifespan.shutdown"]
+    assert proxy.draining is admin.draining
+    assert proxy.draining.active
+
+
+async def test_neither_server_nor_date_nor_anything_else_is_added(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(GET)
+        answer, _ = await until_quiet(reader)
+
+    assert answer == b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+async def test_an_answer_that_the_app_breaks_off_has_no_clean_end_and_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"half", "more_body": True})
+
+    with caplog.at_level(logging.DEBUG):
+        async with client(broken) as (reader, writer):
+            writer.write(GET)
+            answer, connection = await until_quiet(reader)
+
+    assert answer.endswith(b"\r\n\r\n4\r\nhalf\r\n")
+    assert connection == "closed"
+    assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
+
+
+def test_a_port_in_use_and_an_address_that_is_not_ours_are_said_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(CannotListen, match=rf"^cannot listen on 127.0.0.1:{port}: address already in use$"):
+            bind("127.0.0.1", port)
+    with pytest.raises(CannotListen, match=r"cannot listen on no-such-host.invalid:0"):
+        bind("no-such-host.invalid", 0)
+    with pytest.raises(CannotListen, match=r"cannot listen on 127.0.0.1:70000"):
+        bind("127.0.0.1", 70000)
+
+
+PROGRAM = """
+import asyncio, json, sys
+from proxy.server import serve
+
+async def app(scope, receive, send):
+    if scope["type"] == "lifespan":
+        if sys.argv[1] == "refuse":
+            await receive()
+            await send({"type": "lifespan.startup.failed", "message": "no"})
+            return
+        while True:
+            kind = (await receive())["type"]
+            await send({"type": kind + ".complete"})
+            if kind == "lifespan.shutdown":
+                return
+    if scope["path"] == "/ready":
+        body = b"draining" if scope["state"]["draining"].active else b"ready"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for tick in range(int(scope["path"][1:])):
+        await send({"type": "http.response.body", "body": b"tick", "more_body": True})
+        await asyncio.sleep(0.05)
+    await send({"type": "http.response.body", "body": b"end"})
+
+def tell(addresses):
+    print(json.dumps(addresses), flush=True)
+
+sys.exit(serve(app, app, host="127.0.0.1", port=int(sys.argv[3]), admin_host="127.0.0.1", admin_port=0,
+               drain_timeout=float(sys.argv[2]), on_started=tell))
+"""
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, drain: float = 5.0, mode: str = "start", port: int = 0, **options: Any) -> None:
+        command = [sys.executable, "-c", textwrap.dedent(PROGRAM), mode, str(drain), str(port)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+    def addresses(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        assert self.process.stdout is not None
+        proxy, admin = json.loads(self.process.stdout.readline())
+        return tuple(proxy), tuple(admin)
+
+    def ask(self, address: tuple[str, int], path: str) -> socket.socket:
+        connection = socket.create_connection(address)
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        return connection
+
+    def says(self, address: tuple[str, int], path: str) -> bytes:
+        with self.ask(address, path) as connection:
+            return connection.recv(1000)
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate()
+        return self.process.returncode, errors
+
+
+def read_all(connection: socket.socket) -> bytes:
+    got = b""
+    try:
+        while data := connection.recv(65536):
+            got += data
+    except ConnectionError:
+        pass
+    connection.close()
+    return got
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_streams_finish_and_says_not_ready_meanwhile(number: int) -> None:
+    served = Served()
+    proxy, admin = served.addresses()
+    stream = served.ask(proxy, "/20")
+    assert stream.recv(10)
+
+    served.process.send_signal(number)
+    while b"draining" not in served.says(admin, "/ready"):
+        pass
+    with pytest.raises(ConnectionError):
+        served.says(proxy, "/1")
+
+    assert read_all(stream).endswith(b"3\r\nend\r\n0\r\n\r\n")
+    assert served.end() == (0, "")
+
+
+def test_streams_that_outlast_the_drain_are_cut_without_a_clean_end() -> None:
+    served = Served(drain=0.2)
+    proxy, _ = served.addresses()
+    stream = served.ask(proxy, "/2000")
+    assert stream.recv(10)
+
+    served.process.terminate()
+
+    assert not read_all(stream).endswith(b"0\r\n\r\n")
+    assert served.end() == (0, "")
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    served = Served(drain=60.0)
+    proxy, admin = served.addresses()
+    stream = served.ask(proxy, "/2000")
+    assert stream.recv(10)
+
+    served.process.terminate()
+    while b"draining" not in served.says(admin, "/ready"):
+        pass
+    served.process.terminate()
+
+    assert not read_all(stream).endswith(b"0\r\n\r\n")
+    assert served.end() == (0, "")
+
+
+def test_idle_connections_do_not_hold_up_the_end() -> None:
+    served = Served(drain=60.0)
+    proxy, _ = served.addresses()
+    idle = served.ask(proxy, "/0")
+    assert idle.recv(1000)
+    empty = socket.create_connection(proxy)
+
+    served.process.terminate()
+
+    assert served.end() == (0, "")
+    idle.close()
+    empty.close()
+
+
+def test_a_port_in_use_ends_with_one_line_and_no_traceback() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, errors = Served(port=port).end()
+
+    assert (code, errors) == (1, f"compaction-proxy: cannot listen on 127.0.0.1:{port}: address already in use\n")
+
+
+def test_an_app_that_refuses_to_start_ends_the_process() -> None:
+    code, errors = Served(mode="refuse").end()
+
+    assert code == 1
+    assert "Traceback" not in errors
+
+
+def test_a_closed_stdout_hurts_nobody() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM), "start", "5", str(port)]
+    process = subprocess.Popen(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+
+    answer = b""
+    while not answer:
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(b"GET /1 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                answer = read_all(connection)
+        except ConnectionError:
+            continue
+    process.terminate()
+    _, errors = process.communicate()
+
+    assert answer.endswith(b"0\r\n\r\n")
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_large_blocks_are_kept_by_the_allocator_where_it_can() -> None:
+    server.keep_large_blocks()
