@@ -97,7 +97,9 @@ def _drop_history(conversation: Conversation, budget: Budget) -> Conversation:
 def _cut_results(conversation: Conversation, budget: Budget) -> Conversation:
     """Tool results that are left share what is left of the room; the small ones stay whole."""
     ruler = budget.ruler
-    live = outputs(conversation)
+    newest = len(conversation.steps) - 1
+    # The last user message may be an observation: it is only cut where it is what has just come in.
+    live = [output for output in outputs(conversation) if output.step != conversation.last_user or output.step == newest]
     sizes = [ruler.message(output.message) for output in live]
     room = max(0, budget.usable - (ruler.total(conversation.messages) - sum(sizes)))
     cap = _level(sizes, room)

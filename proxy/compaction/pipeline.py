@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport, Stop
+from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport, Stop, summary
 from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.collapse import repair as mend
@@ -120,6 +120,7 @@ class _Event:
         eased = aim if self._floor <= (1 - _SLACK) * aim else min(budget.usable, max(aim, self._floor + int(_SLACK * aim)))
         self._budget = replace(budget, target=eased)
         self._heavy = _newest_is_heavy(conversation, self._budget)
+        self._folded_already = _is_folded(conversation)
         self._rules, self._repair, self._hard = rules, repair, hard
         self._needles: tuple[Needle, ...] | None = None
 
@@ -135,10 +136,11 @@ class _Event:
                 return self._result(state, "deadline")
             if state.tokens <= self._budget.target:
                 break
-            if is_last_resort(layer) and not self._hard and state.tokens <= self._budget.usable * _FULL:
-                state = replace(
-                    state, reports=(*state.reports, LayerReport(layer.name, state.tokens, state.tokens, skipped="fits"))
-                )
+            if isinstance(entry, Admitted) and not entry.admits(state.tokens, len(state.conversation.messages), self._budget):
+                state = _noted(state, layer, skipped="below_threshold")
+                continue
+            if self._not_worth_it(layer, state.tokens):
+                state = _noted(state, layer, skipped="not_worth_it")
                 continue
             begin = source if starts_over(layer) and lossy else state.conversation
             after = self._try(layer, begin, state)
@@ -153,7 +155,11 @@ class _Event:
         """The harshest layers do not run for the last few tokens."""
         if is_last_resort(layer):
             return not self._hard and tokens <= self._budget.usable * _FULL
-        return starts_over(layer) and tokens < self._before and tokens <= min(self._budget.usable, _NEAR * self._budget.target)
+        if not starts_over(layer):
+            return False
+        if self._folded_already and not self._heavy:
+            return True
+        return tokens < self._before and tokens <= min(self._budget.usable, _NEAR * self._budget.target)
 
     def _try(self, layer: Layer, begin: Conversation, state: _State) -> _State:
         """The state after one layer, or the state before it with a report that says why not."""
@@ -178,8 +184,9 @@ class _Event:
         last_resort = is_last_resort(layer)
         if self._needles is None:
             self._needles = needles(self._came, int(self._budget.target * _QUOTES * _BYTES_PER_TOKEN))
-        made, tokens, lost, repaired = self._mended(layer, begin, made, tokens)
-        if tokens > (self._budget.usable if last_resort else state.tokens - 1):
+        limit = self._budget.usable if last_resort else state.tokens - 1
+        made, tokens, lost, repaired = self._mended(layer, begin, made, tokens, limit)
+        if tokens >= state.tokens:
             return _noted(state, layer, refused="size")
         if lost and not last_resort:
             return _noted(state, layer, refused=f"lost_{lost[0].kind}")
@@ -189,29 +196,36 @@ class _Event:
         return _State(made, tokens, (*reports, report), repaired | state.repaired, frozenset(n.key for n in lost))
 
     def _mended(
-        self, layer: Layer, begin: Conversation, made: Conversation, tokens: int
+        self, layer: Layer, begin: Conversation, made: Conversation, tokens: int, limit: int
     ) -> tuple[Conversation, int, list[Needle], frozenset[str]]:
         """The layer's work with lost facts put back: (conversation, tokens, what is lost even so, keys of what was repaired).
 
-        A layer that had filled its room is asked again for a little less, so that the quotes find theirs.
+        A layer that had filled its room is asked again for a little less, so that the quotes find theirs. Where not all of
+        them fit below `limit` tokens, those that matter most go first.
         """
         wanted, target, ruler = self._needles or (), self._budget.target, self._budget.ruler
         room = target
-        for attempt in range(_MENDINGS):
+        for _ in range(_MENDINGS):
             lost = missing(wanted, made)
             if not lost:
                 return made, tokens, [], frozenset()
             mended = self._repair(made, [needle.quote for needle in lost], self._budget)
-            still = missing(wanted, mended)
             size = ruler.total(mended.messages)
-            if len(still) == len(lost) or self._broken(mended, layer) is not None:
-                return made, tokens, lost, frozenset()
-            if size <= target or tokens > target or not starts_over(layer) or attempt == _MENDINGS - 1:
+            if size <= target or tokens > target or not starts_over(layer):
                 break
             room -= size - target + _SPARE
             made = layer.apply(begin, replace(self._budget, target=room))
             tokens = ruler.total(made.messages)
-        return mended, size, still, frozenset(needle.key for needle in lost) - {needle.key for needle in still}
+        lost = missing(wanted, made)
+        quotes = [needle.quote for needle in lost]
+        while quotes:
+            mended = self._repair(made, quotes, self._budget)
+            size = ruler.total(mended.messages)
+            if size <= limit and self._broken(mended, layer) is None:
+                still = missing(wanted, mended)
+                return mended, size, still, frozenset(needle.key for needle in lost) - {needle.key for needle in still}
+            quotes = quotes[: len(quotes) // 2]
+        return made, tokens, lost, frozenset()
 
     def _broken(self, made: Conversation, layer: Layer) -> str | None:
         return broken(self._came, made, self._rules, live_turn_may_change=is_last_resort(layer) or self._heavy)
@@ -251,6 +265,12 @@ def _undone(reports: Sequence[LayerReport], tokens: int) -> tuple[LayerReport, .
     )
 
 
+def _is_folded(conversation: Conversation) -> bool:
+    """There is no history but one summary of ours: to fold it again would only lose what it says."""
+    history = [step for i, step in enumerate(conversation.steps) if i not in conversation.protected]
+    return len(history) == 1 and summary.is_summary(history[0].head)
+
+
 def _newest_is_heavy(conversation: Conversation, budget: Budget) -> bool:
     """The newest step leaves no room for anything beside it, so that layers may shorten its results."""
     if not conversation.steps:
@@ -258,7 +278,9 @@ def _newest_is_heavy(conversation: Conversation, budget: Budget) -> bool:
     ruler, newest = budget.ruler, len(conversation.steps) - 1
     kept = [i for i in conversation.protected if i != newest]
     rest = ruler.total(conversation.preamble) + sum(ruler.message(m) for i in kept for m in conversation.steps[i].messages)
-    return sum(map(ruler.message, conversation.steps[-1].messages)) > _HEAVY * (budget.target - rest)
+    return sum(map(ruler.message, conversation.steps[-1].messages)) > _HEAVY * max(
+        budget.target - rest, (budget.usable - rest) // 2
+    )
 
 
 def touched(before: Conversation, after: Conversation) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from proxy.compaction import summary
 from proxy.compaction.outputs import outputs
 from proxy.conversation import Conversation, Message, Opaque, Step, Text, ToolCall, ToolResult
 
@@ -221,13 +222,36 @@ def _squeezed(text: str) -> str:
 def _candidates(conversation: Conversation) -> Iterator[Needle]:
     said = outputs(conversation)
     observed = {id(output.message) for output in said}
-    people = [step.head for step in reversed(conversation.steps) if step.head.role == "user" and id(step.head) not in observed]
+    heads = [step.head for step in reversed(conversation.steps)]
+    summaries = [message for message in heads if summary.is_summary(message)]
+    observed.update(map(id, summaries))
+    people = [message for message in heads if message.role == "user" and id(message) not in observed]
     yield from _conclusion(conversation)
+    for message in summaries:
+        yield from _binding_items(message)
     for message in people:
         yield from (Needle("constraint", quote, message) for quote in _quotes(message.text, _BINDS))
     yield from _errors(conversation)
     for message in people:
         yield from (Needle("request", quote, message) for quote in _quotes(message.text, _ASKS, first=True))
+
+
+_SECTION_KINDS = {
+    "§ Goal": "request",
+    "§ Constraints": "constraint",
+    "§ User requests (open)": "request",
+    "§ Errors (unresolved)": "error",
+}
+
+
+def _binding_items(message: Message) -> Iterator[Needle]:
+    """What an earlier summary of ours holds that must not be forgotten by the next."""
+    kind: str | None = None
+    for line in message.text.split("\n"):
+        if line.startswith("§"):
+            kind = _SECTION_KINDS.get(line)
+        elif kind is not None and line.startswith("- "):
+            yield Needle(kind, line[2 : 2 + _QUOTE], message)
 
 
 def _quotes(text: str, pattern: re.Pattern[str], first: bool = False) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from builders import chat
+
 from proxy import tokens
 from proxy.conversation import Conversation
 from proxy.windows import Budget

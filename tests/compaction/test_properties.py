@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from proxy import tokens
 from proxy.compaction import compact
 from proxy.compaction.emergency import floor

@@ -9,6 +9,7 @@ import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from proxy.compaction import graphemes, json_text
 from proxy.compaction.line_kinds import Kind, fold_shapes, kind_of
 from proxy.compaction.shorten import SMALLEST, cut_middle, shorten
@@ -218,7 +219,7 @@ def test_no_character_as_readers_see_it_is_split(piece: str) -> None:
         position += len(cluster)
     borders.add(position)
 
-    for index in range(0, 60):
+    for index in range(60):
         assert graphemes.before(text, index) in borders
         assert graphemes.after(text, index) in borders
 
