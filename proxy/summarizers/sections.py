@@ -19,6 +19,9 @@ OUTPUT_SHARE = 0.2
 LEAST_OUTPUT = 256
 """Tokens: below that no model gets through its sections."""
 
+OUTPUT_OF_WINDOW = 4
+"""A summary takes at most one part in so many of the window: the history must fit beside it."""
+
 LEAST_INPUT = 512
 """Tokens of history that a question must have room for."""
 
@@ -58,11 +61,12 @@ async def summed_up(caller: Caller, way: Way, request: SummaryRequest) -> Summar
 
 async def _asked(caller: Caller, way: Way, request: SummaryRequest) -> Summary:
     asked = prompt(way.prompt, spoken(request.folded))
-    model, largest = caller.model(request.model), cap(request.tokens, caller.settings.max_output)
+    model, window = caller.model(request.model), caller.settings.window
+    largest = cap(request.tokens, min(caller.settings.max_output, window // OUTPUT_OF_WINDOW))
     frame = request.count(_content(way, asked, "", request.previous, request)) + request.count(asked.system)
     # in later pieces the summary so far takes the place of the previous one, and may be as long as the cap
     frame += max(0, largest - request.count(request.previous))
-    room = int(caller.settings.window * (1 - MARGIN)) - largest - frame
+    room = int(window * (1 - MARGIN)) - largest - frame
     if room < LEAST_INPUT:
         raise SummaryFailed("too_large")
     so_far, usage, answer = request.previous, Usage(), None
