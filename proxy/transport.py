@@ -89,7 +89,7 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.pieces: deque[bytes] = deque()
-        self.held = self.silent = self.fields = self.interim = 0
+        self.held = self.silent = self.fields = self.field_bytes = self.interim = 0
         self.answered = self.headed = self.finished = self.reusable = self.dirty = self.until_close = False
         self.failure: UpstreamError | None = None
 
@@ -154,7 +154,8 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.fields += 1
-        if self.fields > MAX_FIELDS:
+        self.field_bytes += len(name) + len(value)
+        if self.fields > MAX_FIELDS or self.field_bytes > MAX_SILENT_BYTES:
             raise _Refused
         if not self.headed:  # what comes later is a trailer: dropped
             self.headers.append((name, value))
@@ -185,10 +186,10 @@ class _Connection(asyncio.Protocol):
 
     def _skip_interim(self, status: int) -> None:
         self.interim += 1
-        if status == 101 or self.interim > MAX_INTERIM:
+        if status < 100 or status == 101 or self.interim > MAX_INTERIM:
             raise _Refused
         self.headers.clear()
-        self.fields = 0
+        self.fields = self.field_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         if self.finished:

@@ -207,7 +207,7 @@ class Toxic:
         leaving = asyncio.ensure_future(connection.left())
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
+            if not answering.done() or isinstance(answering.exception(), ConnectionError):
                 request.aborted.set()
                 raise EOFError
             answering.result()
