@@ -1,0 +1,180 @@
+"""A real Prometheus scrapes the real proxy under a replayed load: rules hold, and every query of the dashboard answers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).parents[2]
+BOARD: dict[str, Any] = json.loads((ROOT / "grafana/dashboards/overview.json").read_text())
+TARGETS = [
+    pytest.param(panel["title"], target["expr"], id=f"{panel['id']}{target['refId']} {panel['title']}")
+    for panel in BOARD["panels"]
+    for target in panel.get("targets", [])
+]
+SECONDS = 20
+"""Of load. Long enough for events, overflows, failures and clients that leave."""
+
+pytestmark = [
+    pytest.mark.service,
+    pytest.mark.skipif(not shutil.which("prometheus") or not shutil.which("promtool"), reason="Prometheus is not installed"),
+]
+
+
+def loaded(name: str) -> ModuleType:
+    """A program of the dashboard's folder, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "grafana" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is left of a replay: each query's lines by its expression, the last scrape, how long it took."""
+
+    courses: dict[str, list[dict[str, Any]]]
+    variables: dict[str, list[str]]
+    alerts: dict[str, str]
+    scrape: bytes
+    scraped_in: float
+    stats: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    replay = loaded("replay")
+
+    async def played() -> Run:
+        async with replay.rig(tmp_path_factory.mktemp("replay")) as rig:
+            await rig.load(SECONDS)
+            await asyncio.sleep(3)  # two more scrapes and one more evaluation of the rules
+            return await asyncio.to_thread(read, rig)
+
+    return asyncio.run(played())
+
+
+def read(rig: Any) -> Run:
+    exprs = {target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", [])}
+    rules = [rule for name in ("rules", "alerts") for rule in rules_of(name)]
+    health = {rule["name"]: rule["health"] for group in rig.get("/api/v1/rules")["groups"] for rule in group["rules"]}
+    with httpx.Client(base_url=rig.admin, trust_env=False) as http:
+        started = time.perf_counter()
+        scrape = http.get("/metrics").content
+        took = time.perf_counter() - started
+        stats = http.get("/stats").json()
+    return Run(
+        {expr: rig.course(expr) for expr in exprs | {rule["expr"] for rule in rules}},
+        {one["name"]: rig.values(one["query"]) for one in BOARD["templating"]["list"] if one["type"] == "query"},
+        health,
+        scrape,
+        took,
+        stats,
+    )
+
+
+def rules_of(name: str) -> list[dict[str, Any]]:
+    groups = yaml.safe_load((ROOT / f"deploy/prometheus/{name}.yml").read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def promtool(*arguments: str, given: bytes | None = None) -> None:
+    done = subprocess.run(["promtool", *arguments], cwd=ROOT / "deploy/prometheus", input=given, capture_output=True, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr).decode()
+
+
+def test_promtool_finds_nothing_in_the_configuration_and_the_rules() -> None:
+    promtool("check", "config", "prometheus.yml")
+    promtool("check", "rules", "rules.yml", "alerts.yml")
+
+
+def test_every_alert_fires_when_it_should_and_only_then() -> None:
+    promtool("test", "rules", "tests.yml")
+
+
+def test_promtool_finds_nothing_in_a_scrape_under_load(run: Run) -> None:
+    promtool("check", "metrics", given=run.scrape)
+
+
+def absent(run: Run, expr: str) -> bool:
+    """Whether the query is about something that this run has switched off: no series of its metric was ever exposed."""
+    names = set(re.findall(r"\bcompaction_(?:summarizer|checkpoint)\w+", expr))
+    return bool(names) and not any(re.sub(r"_bucket$", "", name).encode() + b"{" in run.scrape for name in names)
+
+
+@pytest.mark.parametrize(("title", "expr"), TARGETS)
+def test_every_panel_shows_something_that_is_a_number(run: Run, title: str, expr: str) -> None:
+    values = [float(value) for line in run.courses[expr] for _, value in line["values"]]
+
+    if not values and absent(run, expr):
+        pytest.skip("switched off in this run")
+    assert any(value == value for value in values), title
+
+
+@pytest.mark.parametrize("name", ["job", "instance", "model"])
+def test_every_variable_offers_something(run: Run, name: str) -> None:
+    assert run.variables[name]
+
+
+def test_the_models_that_are_offered_are_those_that_were_asked_for(run: Run) -> None:
+    assert set(run.variables["model"]) == {"gpt-4o", "gpt-4o-mini", "qwen-coder", "new-model"}
+
+
+def test_every_rule_was_evaluated_without_an_error(run: Run) -> None:
+    names = {rule.get("alert") or rule["record"] for name in ("rules", "alerts") for rule in rules_of(name)}
+
+    assert run.alerts == dict.fromkeys(names, "ok")
+
+
+def test_nothing_that_an_alert_speaks_of_is_missing(run: Run) -> None:
+    """An alert over a metric that is never there would never fire."""
+    for rule in rules_of("alerts"):
+        for name in set(re.findall(r"\b(?:compaction_\w+|up)\b", rule["expr"])) - {"compaction_proxy"}:
+            base = re.sub(r"_(bucket|sum|count)$", "", name)
+            assert name == "up" or base.encode() in run.scrape or "summarizer" in name, rule["alert"]
+
+
+def test_received_less_forwarded_is_what_the_layers_saved_on_a_live_scrape(run: Run) -> None:
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(run.scrape.decode()):
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0) + sample.value
+    received, forwarded, saved = (sums[f"compaction_prompt_tokens_{which}_total"] for which in ("received", "forwarded", "saved"))
+
+    assert saved > 0
+    assert received - forwarded == saved
+    assert sums["compaction_unattributed_prompt_tokens_total"] == 0
+    assert run.stats["tokens"] == {
+        "received": received,
+        "forwarded": forwarded,
+        "saved": saved,
+        "saved_share": round(saved / received, 6),
+    }
+
+
+def test_a_scrape_under_load_is_small(run: Run) -> None:
+    assert len(run.scrape) < 300_000
+    print(f"{len(run.scrape)} bytes in {run.scraped_in * 1000:.0f} ms")
+
+
+def test_nothing_that_was_said_and_no_path_or_key_is_in_a_scrape(run: Run) -> None:
+    for word in (b"module_", b"careful", b"sk-", b"/v1/chat", b"call_1"):
+        assert word not in run.scrape
