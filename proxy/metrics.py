@@ -32,7 +32,7 @@ LAYERS = ("tool_result_budget", "snip", "microcompact", "context_collapse", "aut
 OUTCOMES = ("applied", "reused", "rejected", "failed", "shadow")
 PASSTHROUGH_REASONS = (
     *("fits", "bypass_header", "disabled", "floor", "unreadable", "deadline", "no_gain", "breaker", "not_chat"),
-    *("too_large", "unknown_window"),
+    *("too_large", "unknown_window", "internal_error"),
 )
 PHASES = ("read", "count", "resume", "compact", "validate", "write", "total")
 RULES = ("structure", "size", "lost_error", "lost_request", "lost_constraint", "lost_conclusion", "not_idempotent")
@@ -67,7 +67,7 @@ class RequestRecord:
     duration, first_chunk, upstream_duration: seconds. overhead: (phase, seconds) of our own time.
     received, forwarded: prompt tokens by our own count, None when nothing was counted; saved: (layer, tokens), net.
     outcome: none, applied, reused, rejected, failed, shadow or bypassed. shadow_saved: tokens that shadow mode would have saved.
-    passthrough: why the body went on as it came. ratio: tokens after / before of one event.
+    passthrough: why the body went on as it came; of no account when it did not. ratio: tokens after / before of one event.
     fill_before, fill_after: share of the usable window. validation_failures: one rule for each failure.
     usage_*: tokens that the upstream reported. cost_saved: US dollars, None when the price is unknown.
     """
@@ -380,7 +380,7 @@ class Metrics:
     def _record_compaction(self, record: RequestRecord, model: str, timed: str) -> None:
         if record.outcome in OUTCOMES:
             self._events[model, record.outcome].inc()
-        if record.passthrough is not None:
+        if record.passthrough is not None and record.outcome not in ("applied", "reused"):
             self._passthrough[_closed(record.passthrough, PASSTHROUGH_REASONS)].inc()
         if record.ratio is not None:
             self._ratio[timed].observe(record.ratio)

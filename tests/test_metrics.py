@@ -115,6 +115,15 @@ def test_failures_are_counted_by_their_closed_words() -> None:
     assert value(metrics, "compaction_stream_aborts_total", endpoint=CHAT) == 1
 
 
+def test_a_request_that_was_compacted_did_not_pass_through() -> None:
+    metrics = Metrics()
+
+    metrics.record(RequestRecord(model="m", outcome="applied", passthrough="floor"))
+    metrics.record(RequestRecord(model="m", outcome="none", passthrough="floor"))
+
+    assert value(metrics, "compaction_passthrough_total", reason="floor") == 1
+
+
 @pytest.mark.parametrize(
     ("name", "labels"),
     [
