@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-from proxy.compaction import ledger, reserve, signals, summary
+from proxy.compaction import folding
 from proxy.compaction.outputs import outputs, with_text
 from proxy.compaction.shorten import shorten
 from proxy.conversation import Conversation, Message, Step, Text
@@ -49,47 +49,16 @@ class AutoCompact:
 
 def folded(conversation: Conversation, keep: int, budget: Budget, *, errors: bool = True, requests: bool = True) -> Conversation:
     """All but the newest `keep` messages and what is protected as one user message: what was used, and the ledger."""
-    old = _old_steps(conversation, keep)
+    old = folding.old_steps(conversation, keep)
     if len(old) < 2:
         return conversation
-    steps = conversation.steps
-    gone = set(old)
-    messages = list(conversation.preamble)
-    for number, step in enumerate(steps):
-        if number == old[0]:
-            messages.append(_summary([steps[i] for i in old], budget, errors, requests))
-        if number not in gone:
-            messages.extend(step.messages)
-    return conversation.with_messages(messages)
 
+    def write(steps: Sequence[Step]) -> list[Message]:
+        book, raw = folding.book_of(steps)
+        lead = f"[Conversation history: {brief(raw, len(folding.error_lines(raw)))}]"
+        return [folding.summarized(book, raw, budget, LEDGER_SHARE, lead, errors=errors, requests=requests)]
 
-def _summary(steps: Sequence[Step], budget: Budget, errors: bool, requests: bool) -> Message:
-    """What the steps came to, in the form that is read again at the next event."""
-    previous, raw = ledger.EMPTY, []
-    for step in steps:
-        body = summary.body_of(step.head) if len(step.messages) == 1 else None
-        if body is None:
-            raw.append(step)
-        else:
-            previous = summary.read(body).ledger
-    book = ledger.extract(raw, previous)
-    said = [step.head.text for step in raw if step.head.role == "assistant" and step.head.text.strip()]
-    lines = error_lines(raw)
-    quotes = reserve.quotes(
-        book if requests else replace(book, user_requests=()),
-        last_words=said[-1] if said else "",
-        errors=list(dict.fromkeys(reversed(lines)))[: reserve.ERRORS] if errors else (),
-        room=LEDGER_SHARE * budget.target,
-        ruler=budget.ruler,
-        goal=True,
-    )
-    return summary.write(book.folded_messages, quotes, (), lead=f"[Conversation history: {brief(raw, len(lines))}]")
-
-
-def error_lines(steps: Sequence[Step]) -> list[str]:
-    """The error lines of the steps' results, in order."""
-    texts = (message.text for step in steps for message in step.messages if message.is_result)
-    return [line.strip() for text in texts for line in signals.error_lines(text)]
+    return folding.fold(conversation, old, write)
 
 
 def brief(steps: Sequence[Step], errors: int) -> str:
@@ -97,15 +66,6 @@ def brief(steps: Sequence[Step], errors: int) -> str:
     tools = list(dict.fromkeys(call.name for step in steps for call in step.head.calls if call.name))
     used = f"Used tools: {', '.join(tools)}. " if tools else "Used no tools. "
     return used + (f"Encountered {errors:,} {'error' if errors == 1 else 'errors'}." if errors else "No errors.")
-
-
-def _old_steps(conversation: Conversation, keep: int) -> list[int]:
-    """Indices of the steps to fold: all that are older than the newest `keep` messages and not protected."""
-    border, count = len(conversation.steps), 0
-    while border > 0 and count < keep:
-        border -= 1
-        count += len(conversation.steps[border].messages)
-    return [i for i in range(border) if i not in conversation.protected]
 
 
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from proxy.compaction import ledger
-from proxy.compaction.collapse import ContextCollapse
+from proxy.compaction import folding, ledger
 from proxy.compaction.outputs import outputs
 from proxy.compaction.shorten import cut_middle
 from proxy.conversation import Conversation, Message, Step, said
@@ -19,8 +19,12 @@ HALF = 0.5
 MANY_CALLS = 20
 MANY_MESSAGES = 20
 LONG_SESSION = 2 * 60 * 60
-_SHARES = (0.45, 0.25, 0.1)  # of the target: what the merged turns may take; the next is tried when one does not fit
+_ROOMS = tuple((share, keep) for share in (0.45, 0.25, 0.1) for keep in (10, 5, 2))
+"""Shares of the target that what stands for the old steps may take, and messages that stay: the first that fits is taken."""
 _PER_QUOTE = 600  # characters of one request or result
+
+
+Fold = Callable[[Conversation, int, float, Budget], Conversation]
 
 
 def unknown_age(message: Message) -> float | None:
@@ -30,20 +34,33 @@ def unknown_age(message: Message) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class MergedTurns:
-    """Old turns become one user message with what was asked, word by word, and one assistant message with what came of it."""
+    """Layer 1: old turns become one user message with what was asked, word by word, and one assistant message with what came
+    of it."""
 
     @property
     def name(self) -> str:
         return "context_collapse"
 
     def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
-        merged = conversation
-        for share in _SHARES:
-            for keep in (10, 5, 2):
-                merged = _merged(conversation, keep, int(share * budget.target), budget)
-                if merged is conversation or budget.ruler.total(merged.messages) <= budget.target:
-                    return merged
-        return merged
+        return _mildest(conversation, budget, _merged)
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """Layers 2 and 3: old steps become key decisions in three blocks, or one JSON object of metadata."""
+
+    style: Literal["blocks", "json"]
+    """blocks: project status, key files, in progress. json: `compressed_history`."""
+
+    @property
+    def name(self) -> str:
+        return "context_collapse"
+
+    def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
+        def folded(conversation: Conversation, keep: int, share: float, budget: Budget) -> Conversation:
+            return _digested(conversation, keep, share, budget, self.style)
+
+        return _mildest(conversation, budget, folded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,48 +121,54 @@ def most_calls_in_a_turn(conversation: Conversation) -> int:
     return most
 
 
-def _merged(conversation: Conversation, keep: int, tokens: int, budget: Budget) -> Conversation:
-    border = _border(conversation, keep)
-    steps = conversation.steps
-    old = [i for i in range(border) if i not in conversation.protected]
+def _mildest(conversation: Conversation, budget: Budget, fold: Fold) -> Conversation:
+    """The fold that keeps the most of what meets the target, else the harshest."""
+    made = conversation
+    for share, keep in _ROOMS:
+        made = fold(conversation, keep, share, budget)
+        if made is not conversation and budget.ruler.total(made.messages) <= budget.target:
+            return made
+    return made
+
+
+def _merged(conversation: Conversation, keep: int, share: float, budget: Budget) -> Conversation:
+    old = folding.old_steps(conversation, keep)
     if len(old) < 3:
         return conversation
-    observed = {output.step for output in outputs(conversation)}
-    folded = [steps[i] for i in old]
-    asked = [steps[i].head.text for i in old if steps[i].head.role == "user" and i not in observed]
-    request, result = _both([text for text in asked if text.strip()], folded, 4 * tokens)
-    messages: list[Message] = list(conversation.preamble)
-    gone = set(old)
-    for number, step in enumerate(steps):
-        if number == old[0]:
-            messages += [said("user", request), said("assistant", result)]
-        if number not in gone:
-            messages.extend(step.messages)
-    return conversation.with_messages(messages)
+    observed = {output.message for output in outputs(conversation)}
+    following = next((step.head for i, step in enumerate(conversation.steps) if i > old[0] and i not in set(old)), None)
+
+    def write(steps: Sequence[Step]) -> list[Message]:
+        asked = [step.head.text for step in steps if step.head.role == "user" and step.head not in observed]
+        request, result = _both([text for text in asked if text.strip()], steps, int(4 * share * budget.target))
+        if following is not None and following.role == "assistant":
+            return [said("user", f"{request}\n\n{result}")]
+        return [said("user", request), said("assistant", result)]
+
+    return folding.fold(conversation, old, write)
 
 
-def _both(asked: Sequence[str], folded: Sequence[Step], characters: int) -> tuple[str, str]:
-    book = ledger.extract(folded)
+def _both(asked: Sequence[str], steps: Sequence[Step], characters: int) -> tuple[str, str]:
+    book, _ = folding.book_of(steps)
     limit = max(80, min(_PER_QUOTE, characters // (2 * max(1, len(asked)))))
     request = "\n".join(cut_middle(text, limit) for text in asked) or "(go on)"
     findings = [*book.decisions, *book.conclusions]
     while findings and sum(map(len, findings)) > characters // 2:
         findings.pop(0)
-    result = "\n".join(dict.fromkeys(findings)) or "Done."
-    return request, result
+    return request, "\n".join(dict.fromkeys(findings)) or "Done."
 
 
-def _border(conversation: Conversation, keep: int) -> int:
-    """Index of the first step that stays: the newest `keep` messages, snapped so that what stays begins with a user message."""
-    border, count = len(conversation.steps), 0
-    while border > 0 and count < keep:
-        border -= 1
-        count += len(conversation.steps[border].messages)
-    return border
+def _digested(conversation: Conversation, keep: int, share: float, budget: Budget, style: ledger.Style) -> Conversation:
+    old = folding.old_steps(conversation, keep)
+    if len(old) < 2:
+        return conversation
+
+    def write(steps: Sequence[Step]) -> list[Message]:
+        book, raw = folding.book_of(steps)
+        lead = ledger.render(book, style=style, max_tokens=max(40, int(share * budget.target / 2)), ruler=budget.ruler)
+        return [folding.summarized(book, raw, budget, share / 2, lead)]
+
+    return folding.fold(conversation, old, write)
 
 
-_WAYS: dict[int, MergedTurns | ContextCollapse] = {
-    1: MergedTurns(),
-    2: ContextCollapse(style="blocks"),
-    3: ContextCollapse(style="json"),
-}
+_WAYS: dict[int, MergedTurns | Digested] = {1: MergedTurns(), 2: Digested("blocks"), 3: Digested("json")}

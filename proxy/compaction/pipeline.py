@@ -10,7 +10,8 @@ from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.collapse import repair as mend
 from proxy.compaction.emergency import Emergency, floor
-from proxy.compaction.merging import Auto, MergedTurns
+from proxy.compaction.folding import in_turns
+from proxy.compaction.merging import Auto, Digested, MergedTurns
 from proxy.compaction.snip import Snip
 from proxy.compaction.validation import OPENAI, Needle, Rules, broken, missing, needles
 from proxy.conversation import Conversation, Message, Text, ToolResult
@@ -63,7 +64,7 @@ def is_lossless(layer: Layer) -> bool:
 def starts_over(layer: Layer) -> bool:
     """It chooses what to keep from all there was: so it starts from the conversation as it came (less what is redundant), not
     from what milder layers that were not enough have left of it."""
-    return isinstance(layer, (ContextCollapse, MergedTurns, Auto)) or (
+    return isinstance(layer, (ContextCollapse, MergedTurns, Digested, Auto)) or (
         isinstance(layer, AutoCompact) and layer.level == "aggressive"
     )
 
@@ -164,7 +165,7 @@ class _Event:
     def _try(self, layer: Layer, begin: Conversation, state: _State) -> _State:
         """The state after one layer, or the state before it with a report that says why not."""
         budget = self._budget
-        made = layer.apply(begin, budget)
+        made = self._turned(layer.apply(begin, budget))
         tokens = budget.ruler.total(made.messages) if made is not begin else state.tokens
         if made is begin or made is state.conversation:
             return _noted(state, layer, skipped="nothing_to_do")
@@ -209,23 +210,30 @@ class _Event:
             lost = missing(wanted, made)
             if not lost:
                 return made, tokens, [], frozenset()
-            mended = self._repair(made, [needle.quote for needle in lost], self._budget)
+            mended = self._mend(made, [needle.quote for needle in lost])
             size = ruler.total(mended.messages)
             if size <= target or tokens > target or not starts_over(layer):
                 break
             room -= size - target + _SPARE
-            made = layer.apply(begin, replace(self._budget, target=room))
+            made = self._turned(layer.apply(begin, replace(self._budget, target=room)))
             tokens = ruler.total(made.messages)
         lost = missing(wanted, made)
         quotes = [needle.quote for needle in lost]
         while quotes:
-            mended = self._repair(made, quotes, self._budget)
+            mended = self._mend(made, quotes)
             size = ruler.total(mended.messages)
             if size <= limit and self._broken(mended, layer) is None:
                 still = missing(wanted, mended)
                 return mended, size, still, frozenset(needle.key for needle in lost) - {needle.key for needle in still}
             quotes = quotes[: len(quotes) // 2]
         return made, tokens, lost, frozenset()
+
+    def _turned(self, made: Conversation) -> Conversation:
+        """With user and assistant taking turns, where the upstream's template wants that."""
+        return in_turns(made) if self._rules.alternate and made is not self._came else made
+
+    def _mend(self, made: Conversation, quotes: Sequence[str]) -> Conversation:
+        return self._turned(self._repair(made, quotes, self._budget))
 
     def _broken(self, made: Conversation, layer: Layer) -> str | None:
         return broken(self._came, made, self._rules, live_turn_may_change=is_last_resort(layer) or self._heavy)

@@ -11,7 +11,7 @@ from proxy.compaction import Layer
 from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.emergency import Emergency
-from proxy.compaction.merging import Auto, MergedTurns
+from proxy.compaction.merging import Auto, Digested, MergedTurns
 from proxy.compaction.microcompact import Microcompact
 from proxy.compaction.pipeline import Admitted
 from proxy.compaction.snip import Snip
@@ -84,15 +84,15 @@ class _Layers:
             case "layer1":
                 return (*self._mild("snip"), MergedTurns(), *last)
             case "layer2":
-                return (*self._mild("snip"), *self._with(collapse, style="blocks"), *last)
+                return (*self._mild("snip"), Digested("blocks"), *last)
             case "layer3":
-                return (*self._mild("snip"), *self._with(collapse, style="json"), *last)
+                return (*self._mild("snip"), Digested("json"), *last)
             case "auto":
                 return (*self._mild("snip"), Auto(), *self._auto_compacts(), *last)
             case "auto_literal":
                 return (*self._mild("snip"), Auto(literal=True), *last)
             case "sliding_window" | "importance":
-                return (*self._mild("snip"), *self._with(collapse, mode=name), *self._auto_compacts(), *last)
+                return (*self._mild("snip"), self._in_mode(collapse, name), *self._auto_compacts(), *last)
             case _:
                 mild = self._mild("tool_result_budget", "snip", "microcompact")
                 return (*mild, *collapse, *self._auto_compacts(), *last)
@@ -100,13 +100,13 @@ class _Layers:
     def _mild(self, *names: str) -> Pipeline:
         return tuple(self._make(name) for name in names)
 
-    def _with(self, collapse: Pipeline, **settings: str) -> Pipeline:
-        """The collapse in another style or mode; in a strategy that is made of it, it cannot be switched off, nor wait."""
+    def _in_mode(self, collapse: Pipeline, mode: str) -> Layer:
+        """The collapse in another mode; in a strategy that is made of it, it cannot be switched off, nor wait."""
         layer = self._make("context_collapse")
         if collapse:
             layer = collapse[0].layer if isinstance(collapse[0], Admitted) else collapse[0]
         assert isinstance(layer, ContextCollapse)
-        return (replace(layer, **settings),)  # type: ignore[arg-type]
+        return replace(layer, mode=mode)  # type: ignore[arg-type]
 
     def _context_collapse(self) -> Pipeline:
         block, layer = self._collapse, self._make("context_collapse")

@@ -31,6 +31,11 @@ class Rules:
 OPENAI = Rules()
 
 
+def rules_for(templates: Iterable[str]) -> Rules:
+    """The rules of the configured templates: `alternation` asks for turns; the others hold in any case."""
+    return Rules(alternate="alternation" in tuple(templates))
+
+
 def violations(conversation: Conversation, rules: Rules = OPENAI) -> Counter[str]:
     """How often each rule of the contract is broken. Requests come in broken: what counts is that none is broken more often."""
     found: Counter[str] = Counter()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from proxy import tokens
 from proxy.compaction import compact
 from proxy.compaction.emergency import floor
 from proxy.compaction.strategies import STRATEGIES, build
+from proxy.compaction.validation import Rules
 from proxy.windows import Budget
 from proxy.wire import chat_completions
 
@@ -141,6 +143,27 @@ def test_a_request_whose_floor_fits_does_fit(messages: list[dict[str, Any]], usa
     else:
         assert result.conversation is request.conversation
         assert result.reason == "floor"
+
+
+@QUICK
+@given(MESSAGES, USABLE)
+def test_where_the_template_wants_turns_they_are_no_more_broken_and_it_still_fits(
+    messages: list[dict[str, Any]], usable: int
+) -> None:
+    request = chat_completions.read(json.dumps({"model": "gpt-4o", "messages": messages}, ensure_ascii=False).encode())
+    budget = Budget(usable, 0, usable, usable, usable // 2, tokens.ruler("gpt-4o", request.fields))
+
+    result = compact(request.conversation, budget, build("ladder"), rules=Rules(alternate=True))
+
+    assert _breaks(json.loads(chat_completions.write(request, result.conversation))["messages"]) <= _breaks(messages)
+    if _breaks(messages) == 0 and floor(request.conversation, budget) <= usable * 0.8:
+        assert result.tokens_after <= usable
+
+
+def _breaks(messages: list[dict[str, Any]]) -> int:
+    """Neighbors of one role among what a template sees: user and assistant messages without calls."""
+    roles = [m["role"] for m in messages if m["role"] in ("user", "assistant") and not m.get("tool_calls")]
+    return sum(a == b for a, b in pairwise(roles)) + (bool(roles) and roles[0] != "user")
 
 
 @QUICK

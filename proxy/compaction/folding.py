@@ -1,0 +1,103 @@
+"""Old steps out, one message in: which steps are old, what is said in their place, and in which role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from proxy.compaction import ledger, reserve, signals, summary
+from proxy.compaction.ledger import Ledger
+from proxy.conversation import Conversation, Message, Step, said
+from proxy.windows import Budget
+
+Write = Callable[[Sequence[Step]], Sequence[Message]]
+"""The steps that go → the messages that stand for them."""
+
+BEFORE, AFTER = "(The earlier conversation follows, shortened.)", "(Go on.)"
+"""What stands on the other side of a summary in the assistant's role, where a template wants user and assistant to take turns."""
+
+
+def fold(conversation: Conversation, old: Sequence[int], write: Write) -> Conversation:
+    """The conversation with the steps at these indices (in order) replaced by what `write` makes of them."""
+    steps = conversation.steps
+    gone = set(old)
+    messages = list(conversation.preamble)
+    for number, step in enumerate(steps):
+        if number == old[0]:
+            messages.extend(write([steps[i] for i in old]))
+        if number not in gone:
+            messages.extend(step.messages)
+    return conversation.with_messages(messages)
+
+
+def old_steps(conversation: Conversation, keep: int) -> list[int]:
+    """Indices of the steps that are older than the newest `keep` messages, snapped to whole steps, and not protected."""
+    border, count = len(conversation.steps), 0
+    while border > 0 and count < keep:
+        border -= 1
+        count += len(conversation.steps[border].messages)
+    return [i for i in range(border) if i not in conversation.protected]
+
+
+def book_of(steps: Sequence[Step]) -> tuple[Ledger, list[Step]]:
+    """The ledger of the steps, with what earlier summaries of ours among them hold; and the steps that are none."""
+    previous, raw = ledger.EMPTY, []
+    for step in steps:
+        body = summary.body_of(step.head) if len(step.messages) == 1 else None
+        if body is None:
+            raw.append(step)
+        else:
+            previous = summary.read(body).ledger
+    return ledger.extract(raw, previous), raw
+
+
+def error_lines(steps: Sequence[Step]) -> list[str]:
+    """The error lines of the steps' results, in order."""
+    texts = (message.text for step in steps for message in step.messages if message.is_result)
+    return [line.strip() for text in texts for line in signals.error_lines(text)]
+
+
+def summarized(
+    book: Ledger, raw: Sequence[Step], budget: Budget, share: float, lead: str, *, errors: bool = True, requests: bool = True
+) -> Message:
+    """One message on the steps: `lead`, then quotes of what must not be forgotten in up to `share` of the target."""
+    spoken = [step.head.text for step in raw if step.head.role == "assistant" and step.head.text.strip()]
+    newest = list(dict.fromkeys(reversed(error_lines(raw))))[: reserve.ERRORS]
+    quotes = reserve.quotes(
+        book if requests else replace(book, user_requests=()),
+        last_words=spoken[-1] if spoken else "",
+        errors=newest if errors else (),
+        room=share * budget.target,
+        ruler=budget.ruler,
+        goal=True,
+    )
+    return summary.write(book.folded_messages, quotes, (), lead=lead)
+
+
+def in_turns(conversation: Conversation) -> Conversation:
+    """The conversation with its summaries in roles that let user and assistant take turns.
+
+    Calls and results do not count. Between two user messages a summary speaks as the assistant; where one message more or
+    less would break the turns, a line of ours stands on its other side.
+    """
+    messages = list(conversation.messages)
+    for message in [message for message in messages if summary.is_summary(message)]:
+        at = next(i for i, other in enumerate(messages) if other is message)
+        before = next((role for role in map(_visible, reversed(messages[:at])) if role), None)
+        after = next((role for role in map(_visible, messages[at + 1 :]) if role), None)
+        messages[at : at + 1] = _turned(message, before, after)
+    return conversation.with_messages(messages)
+
+
+def _turned(message: Message, before: str | None, after: str | None) -> list[Message]:
+    if before == "user":
+        mine = message if message.role == "assistant" else replace(message, role="assistant")
+        return [mine] if after != "assistant" else [mine, said("user", AFTER)]
+    if after != "user":
+        return [message if message.role == "user" else replace(message, role="user")]
+    return [said("user", BEFORE), message if message.role == "assistant" else replace(message, role="assistant")]
+
+
+def _visible(message: Message) -> str | None:
+    """The role that counts for turns, if any."""
+    return message.role if message.role in ("user", "assistant") and not message.calls else None
