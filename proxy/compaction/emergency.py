@@ -31,11 +31,15 @@ class Emergency:
         return "emergency"
 
     def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
+        return self.rescue(conversation, budget, newest_is_output(conversation))
+
+    def rescue(self, conversation: Conversation, budget: Budget, newest_is_output: bool) -> Conversation:
+        """What `apply` does. newest_is_output: of the conversation as it came; with the history folded nobody can tell."""
         best, smallest = conversation, budget.ruler.total(conversation.messages)
         for stage in _STAGES:
             if smallest <= budget.usable:
                 return best
-            shorter = stage(best, budget)
+            shorter = stage(best, budget, newest_is_output)
             if shorter is not best and (size := budget.ruler.total(shorter.messages)) < smallest:
                 best, smallest = shorter, size
         return best
@@ -46,19 +50,26 @@ def floor(conversation: Conversation, budget: Budget) -> int:
     return budget.ruler.total(_bare(conversation, budget.ruler).messages)
 
 
+def newest_is_output(conversation: Conversation) -> bool:
+    """The newest message is an observation: what a tool said, in a user message."""
+    said = outputs(conversation)
+    return bool(said) and said[-1].message is conversation.messages[-1] and not said[-1].message.is_result
+
+
 def _bare(conversation: Conversation, ruler: Ruler) -> Conversation:
     tiny = Budget(0, 0, 0, 0, 0, ruler)
-    bare = _drop_history(conversation, tiny)
+    live = newest_is_output(conversation)
+    bare = _drop_history(conversation, tiny, live)
     for stage in _LIVE:
-        bare = stage(bare, tiny)
+        bare = stage(bare, tiny, live)
     return bare
 
 
-def _without_old_media(conversation: Conversation, budget: Budget) -> Conversation:
+def _without_old_media(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
     return _each(conversation, lambda number, message: message if number in conversation.protected else without_media(message))
 
 
-def _without_media(conversation: Conversation, budget: Budget) -> Conversation:
+def _without_media(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
     return _each(conversation, lambda number, message: message if number == conversation.last_user else without_media(message))
 
 
@@ -76,15 +87,15 @@ def without_media(message: Message) -> Message:
     )
 
 
-def _fold_some(conversation: Conversation, budget: Budget) -> Conversation:
+def _fold_some(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
     return folded(conversation, 5, budget)
 
 
-def _fold_all(conversation: Conversation, budget: Budget) -> Conversation:
+def _fold_all(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
     return folded(conversation, 0, budget)
 
 
-def _drop_history(conversation: Conversation, budget: Budget) -> Conversation:
+def _drop_history(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
     """Only what is protected; a summary of ours is not, even where no user message is left beside it."""
     kept: list[Message] = list(conversation.preamble)
     last = len(conversation.steps) - 1
@@ -94,19 +105,20 @@ def _drop_history(conversation: Conversation, budget: Budget) -> Conversation:
     return conversation.with_messages(kept)
 
 
-def _cut_results(conversation: Conversation, budget: Budget) -> Conversation:
+def _cut_results(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
     """Tool results that are left share what is left of the room; the small ones stay whole."""
     ruler = budget.ruler
-    newest = len(conversation.steps) - 1
     # The last user message may be an observation: it is only cut where it is what has just come in.
-    live = [output for output in outputs(conversation) if output.step != conversation.last_user or output.step == newest]
-    sizes = [ruler.message(output.message) for output in live]
+    live = [(output.index, output.message) for output in outputs(conversation) if output.step != conversation.last_user]
+    if live_output:
+        live.append((len(conversation.messages) - 1, conversation.messages[-1]))
+    sizes = [ruler.message(message) for _, message in live]
     room = max(0, budget.usable - (ruler.total(conversation.messages) - sum(sizes)))
     cap = _level(sizes, room)
     messages = list(conversation.messages)
-    for output, size in zip(live, sizes, strict=True):
+    for (index, message), size in zip(live, sizes, strict=True):
         if size > cap:
-            messages[output.index] = _shortest(output.message, cap, ruler)
+            messages[index] = _shortest(message, cap, ruler)
     return conversation.with_messages(messages)
 
 
@@ -127,7 +139,7 @@ def _level(sizes: list[int], total: int) -> int:
     return left // count if count else max(sizes, default=0)
 
 
-def _cut_arguments(conversation: Conversation, budget: Budget) -> Conversation:
+def _cut_arguments(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
     return _each(conversation, lambda number, message: message.with_parts(_with_shortest_arguments(message)))
 
 
@@ -136,7 +148,7 @@ def _with_shortest_arguments(message: Message) -> Iterator[Text | ToolCall | Opa
         yield short_call(part, SMALLEST) if isinstance(part, ToolCall) and len(part.arguments) > SMALLEST else part  # type: ignore[misc]
 
 
-def _without_reasoning(conversation: Conversation, budget: Budget) -> Conversation:
+def _without_reasoning(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
     def bare(number: int, message: Message) -> Message:
         rest = [part for part in message.parts if not (isinstance(part, Opaque) and part.kind == "reasoning")]
         return message.with_parts(rest) if rest and message.role == "assistant" else message
@@ -144,7 +156,7 @@ def _without_reasoning(conversation: Conversation, budget: Budget) -> Conversati
     return _each(conversation, bare)
 
 
-def _cut_words(conversation: Conversation, budget: Budget) -> Conversation:
+def _cut_words(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
     """The assistant's words in what is left, each text cut in its middle."""
 
     def shorter(number: int, message: Message) -> Message:
@@ -168,6 +180,6 @@ def _each(conversation: Conversation, change: Callable[[int, Message], Message])
     return conversation.with_messages(messages)
 
 
-Stage = Callable[[Conversation, Budget], Conversation]
+Stage = Callable[[Conversation, Budget, bool], Conversation]
 _LIVE: tuple[Stage, ...] = (_cut_results, _cut_arguments, _without_reasoning, _without_media, _cut_words)
 _STAGES: tuple[Stage, ...] = (_without_old_media, _fold_some, _fold_all, _cut_results, _drop_history, *_LIVE)

@@ -64,7 +64,7 @@ def summarized(
     spoken = [step.head.text for step in raw if step.head.role == "assistant" and step.head.text.strip()]
     newest = list(dict.fromkeys(reversed(error_lines(raw))))[: reserve.ERRORS]
     quotes = reserve.quotes(
-        book if requests else replace(book, user_requests=()),
+        replace(book, user_requests=book.user_requests if requests else (), errors=book.errors if errors else ()),
         last_words=spoken[-1] if spoken else "",
         errors=newest if errors else (),
         room=share * budget.target,

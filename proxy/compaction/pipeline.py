@@ -9,7 +9,7 @@ from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.collapse import repair as mend
-from proxy.compaction.emergency import Emergency, floor
+from proxy.compaction.emergency import Emergency, floor, newest_is_output
 from proxy.compaction.folding import in_turns
 from proxy.compaction.merging import Auto, Digested, MergedTurns
 from proxy.compaction.snip import Snip
@@ -152,6 +152,11 @@ class _Event:
             state = after
         return self._result(state, None)
 
+    def _applied(self, layer: Layer, begin: Conversation) -> Conversation:
+        if isinstance(layer, Emergency):
+            return layer.rescue(begin, self._budget, newest_is_output(self._came))
+        return layer.apply(begin, self._budget)
+
     def _not_worth_it(self, layer: Layer, tokens: int) -> bool:
         """The harshest layers do not run for the last few tokens."""
         if is_last_resort(layer):
@@ -165,7 +170,7 @@ class _Event:
     def _try(self, layer: Layer, begin: Conversation, state: _State) -> _State:
         """The state after one layer, or the state before it with a report that says why not."""
         budget = self._budget
-        made = self._turned(layer.apply(begin, budget))
+        made = self._turned(self._applied(layer, begin))
         tokens = budget.ruler.total(made.messages) if made is not begin else state.tokens
         if made is begin or made is state.conversation:
             return _noted(state, layer, skipped="nothing_to_do")

@@ -1,0 +1,137 @@
+"""Whatever it takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from builders import agent_session, assistant, call, prose, tool, user
+
+from proxy.compaction import compact
+from proxy.compaction.emergency import Emergency, floor
+from proxy.conversation import Conversation, Opaque
+from proxy.windows import Budget
+
+Talk = Callable[..., Conversation]
+Room = Callable[..., Budget]
+IMAGE = {
+    "type": "image_url",
+    "image_url": {
+        "url": "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYGBgAAAABQABh6FO1AAAAABJRU5ErkJggg=="
+    },
+}
+
+
+def photo(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "text", "text": text}, IMAGE]}
+
+
+def media(conversation: Conversation) -> list[int]:
+    return [sum(isinstance(part, Opaque) and part.kind == "image" for part in message.parts) for message in conversation.messages]
+
+
+def test_what_fits_is_the_very_same_object(talk: Talk, room: Room) -> None:
+    conversation = talk(agent_session(3))
+
+    assert Emergency().apply(conversation, room(20_000)) is conversation
+
+
+def test_media_of_the_history_go_first_with_a_word_in_their_place(talk: Talk, room: Room) -> None:
+    conversation = talk([photo("Look at this."), assistant("A dot."), photo("And this?")])
+    total = room(1).ruler.total(conversation.messages)
+
+    made = Emergency().apply(conversation, room(total - 20))
+
+    assert media(made) == [0, 0, 1]
+    assert made.messages[0].text == "Look at this.[image cut to fit]"
+    assert made.messages[2] is conversation.messages[2]
+
+
+def test_a_live_result_larger_than_the_window_is_cut_to_fit(talk: Talk, room: Room) -> None:
+    lines = [prose(12, n) for n in range(3_000)]
+    lines[1_500] = "TimeoutError: the store did not answer"
+    conversation = talk(
+        [*agent_session(3), assistant("I run it.", call("z", "bash", command="make all")), tool("z", "\n".join(lines))]
+    )
+
+    made = Emergency().apply(conversation, room(1_500))
+
+    assert room(1).ruler.total(made.messages) <= 1_500
+    assert [m.role for m in made.messages[-2:]] == ["assistant", "tool"]
+    assert made.messages[-2] is conversation.messages[-2]
+    assert "TimeoutError: the store did not answer" in made.messages[-1].text
+    assert any(m.text == "What is left to do?" for m in made.messages)
+
+
+def test_live_arguments_become_shorter_json(talk: Talk, room: Room) -> None:
+    conversation = talk(
+        [user("Write it."), assistant(None, call("w", "write_file", path="a.py", content=prose(3_000))), tool("w", "ok")]
+    )
+
+    made = Emergency().apply(conversation, room(300))
+
+    assert room(1).ruler.total(made.messages) <= 300
+    assert json.loads(made.messages[1].calls[0].arguments)["path"] == "a.py"
+    assert made.messages[1].calls[0].id == "w"
+
+
+def test_the_last_user_message_is_never_cut(talk: Talk, room: Room) -> None:
+    long = prose(600)
+    conversation = talk([*agent_session(8)[:-1], user(long)])
+    needed = room(1).ruler.total(talk([{"role": "system", "content": "You are a careful engineer."}, user(long)]).messages)
+
+    fits = compact(conversation, room(needed), (Emergency(),))
+    too_small = compact(conversation, room(needed - 1), (Emergency(),))
+
+    assert fits.conversation.messages[-1] is conversation.messages[-1]
+    assert fits.tokens_after <= needed
+    assert too_small.conversation is conversation
+    assert too_small.reason == "floor"
+
+
+def test_a_live_observation_of_a_text_agent_is_output_and_can_be_cut(talk: Talk, room: Room) -> None:
+    turns = []
+    for n in range(4):
+        turns += [
+            assistant(f"I look.\n```bash\ncat part_{n}.txt\n```"),
+            user("OBSERVATION:\n" + prose(900 if n < 3 else 9_000, n)),
+        ]
+    conversation = talk([user("Find the sum."), *turns])
+
+    made = Emergency().apply(conversation, room(800))
+
+    assert room(1).ruler.total(made.messages) <= 800
+    assert made.messages[-1].role == "user"
+    assert made.messages[-1].text.startswith("OBSERVATION:")
+
+
+def test_reasoning_is_on_all_that_stays_or_on_none(talk: Talk, room: Room) -> None:
+    def thinking(text: str, *calls: dict[str, Any]) -> dict[str, Any]:
+        return {**assistant(text, *calls), "reasoning_content": prose(400)}
+
+    steps = [m for n in range(6) for m in (thinking("One.", call(f"c{n}", "bash", command="ls")), tool(f"c{n}", prose(90, n)))]
+    conversation = talk([user("Go."), *steps])
+
+    for usable in (60, 150, 400):
+        made = Emergency().apply(conversation, room(usable))
+
+        spoken = [message for message in made.messages if message.role == "assistant"]
+        assert room(1).ruler.total(made.messages) <= usable
+        assert len({any(isinstance(part, Opaque) for part in message.parts) for message in spoken}) == 1
+
+
+def test_the_floor_is_what_cannot_be_removed(talk: Talk, room: Room) -> None:
+    short = talk([{"role": "system", "content": "Be brief."}, user("What now?")])
+    long = talk([{"role": "system", "content": "Be brief."}, *agent_session(9)[1:-1], user("What now?")])
+
+    assert floor(long, room(1)) == floor(short, room(1)) == room(1).ruler.total(short.messages)
+
+
+def test_a_giant_reply_in_the_newest_step_is_cut_in_its_middle(talk: Talk, room: Room) -> None:
+    conversation = talk([user("Go."), assistant(prose(5_000), call("a", "bash", command="ls")), tool("a", "x")])
+
+    made = Emergency().apply(conversation, room(200))
+
+    assert room(1).ruler.total(made.messages) <= 200
+    assert "characters cut …]" in made.messages[1].text

@@ -1,0 +1,223 @@
+"""The checks themselves, on conversations that are broken by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from builders import agent_session, assistant, call, prose, tool, user
+
+from proxy.compaction import compact, summary
+from proxy.compaction.folding import AFTER, BEFORE, in_turns
+from proxy.compaction.strategies import build
+from proxy.compaction.validation import Rules, broken, missing, needles, rules_for, trouble, violations
+from proxy.conversation import Conversation, Message, Opaque, said
+from proxy.windows import Budget
+
+Talk = Callable[..., Conversation]
+Room = Callable[..., Budget]
+CALL = call("a", "bash", command="ls")
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([user("Go."), assistant(None, CALL), tool("a", "x")], {}),
+        ([user("Go."), assistant(None, CALL)], {"unanswered": 1, "ends_with_assistant": 1}),
+        ([user("Go."), assistant(None, CALL), user("On.")], {"unanswered": 1}),
+        ([user("Go."), assistant(None, CALL), tool("b", "x")], {"unanswered": 1, "orphan": 1}),
+        ([user("Go."), tool("a", "x")], {"orphan": 1}),
+        ([user("Go."), assistant(None, CALL), tool("a", "x"), tool("a", "x")], {"orphan": 1}),
+        ([user("")], {"empty": 1}),
+        (
+            [user("Go."), assistant(None, {**CALL, "function": {"name": "bash", "arguments": "ls"}}), tool("a", "x")],
+            {"arguments": 1},
+        ),
+        ([user("Go."), {"role": "system", "content": "Stop."}, user("On.")], {"instructions": 1}),
+        ([user("Go."), {**assistant("1"), "reasoning_content": "r"}, user("On."), assistant("2"), user("So?")], {"reasoning": 1}),
+        ([{"role": "system", "content": "S"}], {"nothing_said": 1}),
+    ],
+)
+def test_each_rule_counts_what_breaks_it(talk: Talk, messages: list[dict[str, Any]], found: dict[str, int]) -> None:
+    assert violations(talk(messages)) == found
+
+
+@pytest.mark.parametrize(
+    ("roles", "count"),
+    [("uaua", 0), ("uuau", 1), ("au", 1), ("uaau", 1), ("u", 0), ("", 0)],
+)
+def test_turns_count_only_where_they_are_wanted(talk: Talk, roles: str, count: int) -> None:
+    messages = [user("x") if role == "u" else assistant("y") for role in roles] or [{"role": "system", "content": "S"}]
+
+    assert violations(talk(messages), Rules(alternate=True))["alternation"] == count
+    assert "alternation" not in violations(talk(messages))
+
+
+def test_calls_and_results_do_not_count_as_turns(talk: Talk) -> None:
+    messages = [user("Go."), assistant(None, CALL), tool("a", "x"), assistant("Done."), user("So?")]
+
+    assert violations(talk(messages), Rules(alternate=True))["alternation"] == 0
+
+
+def test_templates_are_named_in_the_configuration() -> None:
+    assert rules_for(("openai", "alternation")) == Rules(alternate=True)
+    assert rules_for(("openai", "one_system", "deepseek")) == Rules()
+
+
+def test_what_came_broken_may_go_out_as_broken(talk: Talk) -> None:
+    before = talk([user("Go."), tool("x", prose(50)), assistant("Ok."), user("So?")])
+
+    assert broken(before, before.with_messages([before.messages[0], *before.messages[1:2], before.messages[3]])) is None
+
+
+def test_half_a_thought_is_refused(talk: Talk) -> None:
+    before = talk(
+        [
+            user("Go."),
+            {**assistant("1"), "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "abc"}]},
+            user("So?"),
+        ]
+    )
+    thought = next(part for part in before.messages[1].parts if isinstance(part, Opaque))
+    edited = before.messages[1].with_parts(
+        [*before.messages[1].parts[:1], Opaque(thought.kind, b'[{"type":"thinking"}]', thought.place)]
+    )
+
+    assert broken(before, before.with_messages([before.messages[0], edited, before.messages[2]])) == "reasoning"
+
+
+def test_reasoning_taken_from_some_only_is_refused(talk: Talk) -> None:
+    before = talk(
+        [
+            user("Go."),
+            {**assistant("1"), "reasoning_content": "r"},
+            user("On."),
+            {**assistant("2"), "reasoning_content": "s"},
+            user("So?"),
+        ]
+    )
+    bare = before.messages[1].with_parts(before.messages[1].parts[:1])
+
+    assert broken(before, before.with_messages([before.messages[0], bare, *before.messages[2:]])) == "reasoning"
+
+
+# --- needles -------------------------------------------------------------------------------------------------------------
+
+
+def wanted(talk: Talk, messages: list[dict[str, Any]], size: int = 4_000) -> set[tuple[str, str]]:
+    return {(needle.kind, needle.quote) for needle in needles(talk(messages), size)}
+
+
+def test_errors_requests_constraints_and_the_conclusion_must_survive(talk: Talk) -> None:
+    found = wanted(
+        talk, [*agent_session(3)[:-1], assistant("It fails.\nThe module was never installed."), user("Install it, please.")]
+    )
+
+    assert {
+        ("constraint", "Never touch the migrations."),
+        ("request", "Fix the failing import in app/loader.py."),
+        ("request", "Install it, please."),
+        ("error", "ModuleNotFoundError: No module named 'loader_core'"),
+        ("conclusion", "The module was never installed."),
+    } <= found
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Always run the tests.",
+        "不要修改迁移文件",
+        "必ずテストを実行してください",
+        "Ändere niemals die Datenbank",
+        "Ne touche jamais aux migrations",
+        "Nunca borres la tabla",
+    ],
+)
+def test_constraints_are_known_in_several_languages(talk: Talk, sentence: str) -> None:
+    assert ("constraint", sentence) in wanted(talk, [user(sentence), assistant("Ok."), user("So?")])
+
+
+def test_an_error_that_a_later_run_of_the_same_call_does_not_show_is_healed(talk: Talk) -> None:
+    def ran(n: int, text: str) -> list[dict[str, Any]]:
+        return [assistant(None, call(f"c{n}", "bash", command="pytest")), tool(f"c{n}", text)]
+
+    found = wanted(
+        talk, [user("Go."), *ran(1, "ValueError: bad row"), *ran(2, "all 12 tests ran"), assistant("Good."), user("So?")]
+    )
+
+    assert not any(kind == "error" for kind, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_trouble"),
+    [
+        ("ValueError: bad row 17", True),
+        ("fatal: not a git repository", True),
+        ("cat: x: No such file or directory", True),
+        ("错误：找不到文件 abc", True),
+        ("    raise ValueError('bad row')", False),
+        ("  12→ except KeyError:", False),
+        ("+    log.error('failed')", False),
+        ("12 passed, 0 errors in 3.1s", False),
+        ("error_count = 17", False),
+    ],
+)
+def test_trouble_is_told_from_code_about_trouble(line: str, is_trouble: bool) -> None:
+    assert bool(trouble("some output\n" + line + "\nmore output")) is is_trouble
+
+
+def test_needles_are_bounded(talk: Talk) -> None:
+    found = needles(talk([user(f"Never touch file number {n}. " + prose(300, n)) for n in range(200)]), 1_000)
+
+    assert sum(len(needle.quote.encode()) for needle in found) <= 1_000
+    assert all(len(needle.quote) <= 160 for needle in found)
+
+
+def test_a_needle_is_found_in_its_own_message_in_other_words_of_it_and_across_lines(talk: Talk) -> None:
+    conversation = talk([user("Never touch\nthe migrations folder."), assistant("Ok."), user("So?")])
+    found = needles(conversation, 4_000)
+    rest = conversation.messages[1:]
+
+    assert missing(found, conversation) == []
+    assert {needle.quote for needle in missing(found, Conversation(rest))} == {"Never touch", "the migrations folder."} & {
+        n.quote for n in found
+    }
+    assert missing(found, Conversation((said("user", "Quoted: Never   touch the migrations folder."), *rest))) == []
+
+
+def test_what_an_earlier_summary_holds_must_survive_the_next_event(talk: Talk, room: Room) -> None:
+    first = compact(talk(agent_session(14)), room(1_800, target=1_500), build("ladder")).conversation
+    second = Conversation((*first.messages, said("assistant", "Ok."), said("user", "On.")))
+
+    found = {(needle.kind, needle.quote) for needle in needles(second, 9_000)}
+
+    assert any(summary.is_summary(message) for message in first.messages)
+    assert ("error", "ModuleNotFoundError: No module named 'loader_core'") in found
+
+
+# --- turns ---------------------------------------------------------------------------------------------------------------
+
+SUMMARY = summary.write(3, (), [("Kept", ["Never touch the migrations."])])
+
+
+@pytest.mark.parametrize(
+    ("around", "roles", "ours"),
+    [
+        (([], [said("assistant", "a"), said("user", "u")]), "uau", []),
+        (([], [said("user", "u")]), "uau", [BEFORE]),
+        (([said("user", "t")], [said("user", "u")]), "uau", []),
+        (([said("user", "t")], [said("assistant", "a"), said("user", "u")]), "uauau", [AFTER]),
+        (([said("user", "t"), said("assistant", "a")], [said("user", "u")]), "uauau", [BEFORE]),
+        (([said("user", "t"), said("assistant", "a")], [said("assistant", "b"), said("user", "u")]), "uauau", []),
+    ],
+)
+def test_a_summary_takes_the_role_that_the_turns_leave_it(
+    around: tuple[list[Message], list[Message]], roles: str, ours: list[str]
+) -> None:
+    made = in_turns(Conversation((*around[0], SUMMARY, *around[1])))
+
+    assert "".join(message.role[0] for message in made.messages) == roles
+    assert sum(summary.is_summary(message) for message in made.messages) == 1
+    assert [message.text for message in made.messages if message.text in (BEFORE, AFTER)] == ours
+    assert in_turns(made).messages == made.messages
