@@ -93,7 +93,7 @@ class Caller:
         At most two tries; failed ones are told to `observe` here, the answer by whoever judges it (`tell`). Raises SummaryFailed.
         """
         if self.settings.foreign:
-            content = _redacted_json(content)
+            content = await asyncio.to_thread(_redacted_json, content)
         sent = (*self.settings.headers, *(() if self.settings.foreign else headers))
         field = "max_completion_tokens" if _NEW_STYLE.search(model) else "max_tokens"
         for attempt in (1, 2):

@@ -15,12 +15,12 @@ _SHAPES: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("key", re.compile(r"\bAIza[\w-]{30,}")),
     ("webhook", re.compile(r"https://hooks\.[\w.-]+/[\w/-]{20,}")),
 )
-_AUTHORIZATION = re.compile(r"\b(Bearer|Basic|Token)(\s+)[\w.~+/=-]{12,}", re.I)
-_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@]{0,80}):[^\s/@]{1,200}@", re.I)
+_AUTHORIZATION = re.compile(r"\b(Bearer|Basic|Token)(\s+)(?=[\w~+/=-]*[\d=+_.])[\w.~+/=-]{12,}", re.I)
+_USERINFO = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://[^\s/:@\"'\\,<>]{0,80}):[^\s/@\"'\\,<>]{1,200}@", re.I)
 _NAMED = re.compile(
-    r"""(?P<name>[\w.-]{0,40}(?:passwo?r?d|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?token
+    r"""(?P<name>(?:passwo?r?d|passphrase|secret|api[_-]?key|access[_-]?key|private[_-]?key|auth[_-]?token
         |access[_-]?token|refresh[_-]?token|client[_-]?secret|credential)s?["']?\s{0,3}[:=]\s{0,3}["']?)
-        (?P<value>[^\s"',;}{)(<>]{6,})""",
+        (?P<value>[^\s"',;}{)(<>\[\]]{6,})""",
     re.I | re.X,
 )
 _PLACEHOLDER = re.compile(r"\$|\*{3}|<|\.\.\.|(?:None|null|true|false|undefined|required|optional|string)\b", re.I)
@@ -38,7 +38,8 @@ def redacted(text: str) -> str:
 def _without_value(match: re.Match[str]) -> str:
     value = match["value"]
     # code says `password=get_password(` and `secret: None` much more often than it says a secret
-    if _PLACEHOLDER.match(value) or value.startswith("[redacted") or not re.search(r"[\d\W_]", value):
+    called = match.string[match.end() : match.end() + 1] in ("(", "[")
+    if called or _PLACEHOLDER.match(value) or value.startswith("[redacted") or not re.search(r"[\d\W_]", value):
         return match[0]
     return match["name"] + "[redacted secret]"
 

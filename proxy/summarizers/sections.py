@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 
 from proxy.errors import SummaryFailed
@@ -60,7 +61,8 @@ async def summed_up(caller: Caller, way: Way, request: SummaryRequest) -> Summar
 
 
 async def _asked(caller: Caller, way: Way, request: SummaryRequest) -> Summary:
-    asked = prompt(way.prompt, spoken(request.folded))
+    # counting and searching a long history takes longer than other requests may wait
+    asked = await asyncio.to_thread(lambda: prompt(way.prompt, spoken(request.folded)))
     model, window = caller.model(request.model), caller.settings.window
     largest = cap(request.tokens, min(caller.settings.max_output, window // OUTPUT_OF_WINDOW))
     frame = request.count(_content(way, asked, "", request.previous, request)) + request.count(asked.system)
@@ -70,7 +72,7 @@ async def _asked(caller: Caller, way: Way, request: SummaryRequest) -> Summary:
     if room < LEAST_INPUT:
         raise SummaryFailed("too_large")
     so_far, usage, answer = request.previous, Usage(), None
-    for piece in chunks(blocks(request.folded), room, request.count):
+    for piece in await asyncio.to_thread(lambda: chunks(blocks(request.folded), room, request.count)):
         if answer is not None:
             caller.tell(model, "ok", answer)
         content = slices.write_string(_content(way, asked, "\n\n".join(piece), so_far, request))
@@ -79,7 +81,7 @@ async def _asked(caller: Caller, way: Way, request: SummaryRequest) -> Summary:
     if answer is None:
         raise SummaryFailed("empty")
     try:
-        accepted = accept(answer.text, request, asked, way.kinds)
+        accepted = await asyncio.to_thread(accept, answer.text, request, asked, way.kinds)
     except SummaryFailed as failure:
         caller.tell(model, failure.outcome, answer)
         raise
