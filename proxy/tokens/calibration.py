@@ -212,28 +212,30 @@ def fit(samples: Sequence[tuple[int, int]], start: Calibration) -> Calibration:
     if abs(median(theirs / ours for ours, theirs in samples) - 1) <= EXACT_WITHIN and start.slope == 1:
         line = Calibration(samples=count)
     elif count < ENOUGH:
-        return replace(_line(samples, start.slope), margin=start.margin, samples=count)
+        return replace(_line(samples, None, start.slope), margin=start.margin, samples=count)
     else:
-        line = replace(_line(samples, _slope(samples, start.slope)), samples=count)
+        line = replace(_line(samples, _slope(samples), start.slope), samples=count)
     return replace(line, margin=start.margin if count < ENOUGH else _margin(samples, line))
 
 
-def _slope(samples: Sequence[tuple[int, int]], default: float) -> float:
-    """The median slope between two samples that lie apart; the default when all are about as long."""
+def _slope(samples: Sequence[tuple[int, int]]) -> float | None:
+    """The median slope between two samples that lie apart; None when all are about as long."""
     slopes = [
         (their_b - their_a) / (our_b - our_a)
         for (our_a, their_a), (our_b, their_b) in combinations(samples, 2)
         if abs(our_b - our_a) > max(APART, 0.2 * max(our_a, our_b))
     ]
-    return _clamped(median(slopes), *SLOPES) if len(slopes) >= ENOUGH else default
+    return _clamped(median(slopes), *SLOPES) if len(slopes) >= ENOUGH else None
 
 
-def _line(samples: Sequence[tuple[int, int]], slope: float) -> Calibration:
-    offset = median(theirs - slope * ours for ours, theirs in samples)
-    if offset >= 0:
-        return Calibration(slope, offset)
+def _line(samples: Sequence[tuple[int, int]], slope: float | None, usual: float) -> Calibration:
+    """The line of this slope through the middle of the samples; of the usual slope, where that is believable."""
+    offset = median(theirs - (slope or usual) * ours for ours, theirs in samples)
+    if offset >= 0 and (slope is not None or offset <= SLACK):
+        return Calibration(slope or usual, offset)
     ratios = [theirs / ours for ours, theirs in samples if ours >= LONG]
-    return Calibration(_clamped(median(ratios), *SLOPES) if ratios else slope)
+    steady = _clamped(median(ratios), *SLOPES) if ratios else (slope or usual)
+    return Calibration(steady, max(0.0, median(theirs - steady * ours for ours, theirs in samples)) if offset > 0 else 0.0)
 
 
 def _margin(samples: Iterable[tuple[int, int]], line: Calibration) -> float:

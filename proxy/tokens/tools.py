@@ -90,7 +90,7 @@ class _Writer:
         if self.left < 0:
             return "any"
         written = _literal(value)
-        self.left -= len(written)
+        self.left -= 16 + len(written)
         return written
 
     def type(self, schema: object, depth: int) -> str:

@@ -58,7 +58,7 @@ def test_every_model_name_gets_an_encoding(model: str, encoding: str) -> None:
         ("gpt-oss:120b", "gpt-oss:120b"),
         ("openai/gpt-4o:extended", "gpt-4o"),
         ("  GPT-4o ", "gpt-4o"),
-        ("x" * 10_000, "x" * 128),
+        ("x" * 1_000, "x" * 128),
     ],
 )
 def test_prefixes_suffixes_and_dates_are_no_part_of_a_name(model: str, bare: str) -> None:
