@@ -124,6 +124,8 @@ def most_calls_in_a_turn(conversation: Conversation) -> int:
 def _mildest(conversation: Conversation, budget: Budget, fold: Fold) -> Conversation:
     """The fold that keeps the most of what meets the target, else the harshest."""
     made = conversation
+    if budget.ruler.total(conversation.messages) <= budget.target:
+        return conversation
     for share, keep in _ROOMS:
         made = fold(conversation, keep, share, budget)
         if made is not conversation and budget.ruler.total(made.messages) <= budget.target:

@@ -280,8 +280,9 @@ def _undone(reports: Sequence[LayerReport], tokens: int) -> tuple[LayerReport, .
 
 def _is_folded(conversation: Conversation) -> bool:
     """There is no history but one summary of ours: to fold it again would only lose what it says."""
-    history = [step for i, step in enumerate(conversation.steps) if i not in conversation.protected]
-    return len(history) == 1 and summary.is_summary(history[0].head)
+    summaries = [i for i, step in enumerate(conversation.steps) if summary.is_summary(step.head)]
+    kept = conversation.protected.union(summaries)
+    return len(summaries) == 1 and len(kept) == len(conversation.steps)
 
 
 def _newest_is_heavy(conversation: Conversation, budget: Budget) -> bool:
