@@ -20,7 +20,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy import __version__, tokens
 from proxy.admin import Readiness, admin_app
+from proxy.checkpoints import CheckpointStore, open_store
 from proxy.compaction.strategies import Pipeline, build
+from proxy.compaction.validation import rules_for
 from proxy.compactor import Compactor, Marks
 from proxy.config import Config, Log
 from proxy.discovery import Discoverer
@@ -59,7 +61,7 @@ def build_layers(config: Config) -> Pipeline:
     return build(config.compaction.strategy, layers=config.compaction.layers, **blocks)
 
 
-def build_compactor(config: Config, windows: Windows) -> Compactor:
+def build_compactor(config: Config, windows: Windows, store: CheckpointStore | None = None) -> Compactor:
     """Everything that decides, without the network. Raises ConfigError."""
     compaction = config.compaction
     marks = Marks(compaction.trigger, compaction.target, compaction.min_gain, compaction.timeout_ms / 1000)
@@ -67,6 +69,9 @@ def build_compactor(config: Config, windows: Windows) -> Compactor:
         windows,
         build_layers(config),
         marks,
+        store=store,
+        secret=(config.store.encrypt_key or "").encode(),
+        rules=rules_for(compaction.templates),
         enabled=compaction.enabled,
         shadow=compaction.shadow,
         upstream=config.upstream.url,
@@ -78,9 +83,13 @@ def build_app(config: Config) -> Application:
     """The two apps of a configuration. Raises ConfigError."""
     _check_exposure(config)
     windows = build_windows(config)
-    compactor = build_compactor(config, windows)
     metrics = Metrics(model_names=[name for name in config.models if not set(name) & set("*?[")])
     metrics.set_config_loaded(time.time())
+    kept = config.store
+    store = open_store(
+        kept.url, ttl=kept.ttl_s, max_bytes=kept.max_bytes, encrypt_key=kept.encrypt_key, observe=metrics.observe_checkpoint
+    )
+    compactor = build_compactor(config, windows, store)
     api, root = _upstream(config, config.upstream.url), _upstream(config, _without_version(config.upstream.url))
     discoverer = Discoverer(api, root, windows)
     proxy = Proxy(
@@ -104,7 +113,7 @@ def build_app(config: Config) -> Application:
         await discoverer.aclose()
         await api.aclose()
         await root.aclose()
-        compactor.close()
+        await compactor.aclose()
 
     outer = _WithLifespan(proxy, Starlette(lifespan=lifespan))
 
@@ -114,7 +123,9 @@ def build_app(config: Config) -> Application:
         return Readiness(not outer.draining.active, ("draining",) if outer.draining.active else (), details)
 
     def extras() -> Mapping[str, object]:
-        calibration = [{**key._asdict(), **dataclasses.asdict(line)} for key, line in compactor.calibrator.learned().items()]
+        calibration = [
+            {**key._asdict(), **dataclasses.asdict(line)} for key, line in compactor.learned.calibrator.learned().items()
+        ]
         return {"version": __version__, "windows": {"learned": windows.learned(time.monotonic())}, "calibration": calibration}
 
     return Application(outer, admin_app(metrics, ready=ready, extras=extras), metrics, compactor)

@@ -1,4 +1,4 @@
-"""One request's compaction: read it, measure it, make it fit, and say what was done.
+"""One request's compaction: read it, measure it, take up an earlier event or make a new one, and say what was done.
 
 Reading and deciding are pure and quick; what takes longer goes to a worker thread with a deadline, so that the event loop
 serves everyone else meanwhile.
@@ -7,20 +7,26 @@ serves everyone else meanwhile.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Literal, TypeVar
 
-from proxy import overflow, tokens
-from proxy.compaction import CompactionResult, Layer
+from proxy import __version__
+from proxy.checkpoints import CheckpointStore, open_store
+from proxy.checkpoints.chain import Chain, Digests, chain, namespace
+from proxy.checkpoints.checkpoint import Checkpoint
+from proxy.checkpoints.resume import Decision as Event
+from proxy.checkpoints.resume import Refusals, Replayed, replay, rule
+from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.pipeline import compact
-from proxy.conversation import Opaque
+from proxy.compaction.validation import OPENAI, Rules
+from proxy.conversation import Conversation
 from proxy.errors import ClientError, Unreadable
+from proxy.learned import Learned, has_media
 from proxy.overflow import Overflow
-from proxy.tokens.calibration import ENOUGH, Calibrator, Key, chain
 from proxy.tokens.chat import ChatRuler
 from proxy.windows import Budget, Window, Windows, budget, requested_model
 from proxy.wire import Request, chat_completions, encodings
@@ -39,12 +45,14 @@ MESSAGE_OVERHEAD = 16
 """Bound on the tokens that a message adds beyond its own bytes; its JSON punctuation alone is longer than that."""
 RENDERING = 2
 """Bound on how much longer tools are as the upstream renders them than as their JSON."""
+WORST_SLOPE = 2
+"""Bound on how many tokens an upstream counts where we count one."""
 RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
 """Of what was refused, when the upstream did not say how much it takes."""
-SUSPECTS = 256
-"""Models whose last answer seemed truncated; clients choose the names."""
+LEAST_GAIN = 0.95
+"""Of what came: an event that leaves more is not worth a broken prompt cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,8 @@ class Decision:
     """What becomes of one request.
 
     body: the bytes to forward instead of those that came; None: as it came. reason: why nothing was done, or why it failed.
-    before, after: prompt tokens by our count; None where they were not counted (yet). seconds: our own time by phase.
+    before, after: prompt tokens by our count; None where they were not counted (yet). layers: who had a part in `after`.
+    seconds: our own time by phase.
     """
 
     outcome: Outcome
@@ -89,6 +98,8 @@ class Decision:
     before: int | None = None
     after: int | None = None
     result: CompactionResult | None = None
+    layers: tuple[str, ...] = ()
+    is_event: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -96,20 +107,26 @@ class Decision:
         """Prompt tokens of what goes to the upstream."""
         return self.before if self.body is None else self.after
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        return self.result.layers if self.result is not None and self.outcome in ("applied", "shadow", "reused") else ()
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A request that was understood, and its rulers. budget: None while the model's window is unknown."""
+    """A request that was understood.
+
+    budget: by what answers have taught, None while the model's window is unknown; steady: by the model's name alone.
+    credential: what the client authenticates with: nothing is shared beyond it.
+    """
 
     request: Request
     model: str
     window: Window | None
-    budget: Budget | None
     ruler: ChatRuler
+    budget: Budget | None
+    steady: Budget | None
+    credential: bytes
+
+    def decided(self, outcome: Outcome, reason: str | None = None, before: int | None = None) -> Decision:
+        """A decision that forwards it as it came."""
+        return Decision(outcome, reason, None, self.request, self.model, self.window, self.budget, before, before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +139,15 @@ class Marks:
     timeout: float = 2.0
 
 
+class _EventDue(Exception):
+    """Raised out of a walk that must not do more than look."""
+
+
 class Compactor:
-    """Decides for each request of one upstream; holds what is remembered between them."""
+    """Decides for each request of one upstream; holds what is remembered between them.
+
+    secret: keys the names under which checkpoints are stored; replicas that share a store share it.
+    """
 
     def __init__(
         self,
@@ -131,6 +155,9 @@ class Compactor:
         layers: Sequence[Layer],
         marks: Marks | None = None,
         *,
+        store: CheckpointStore | None = None,
+        secret: bytes = b"",
+        rules: Rules = OPENAI,
         enabled: bool = True,
         shadow: bool = False,
         upstream: str = "",
@@ -138,17 +165,21 @@ class Compactor:
         threads: int = 2,
     ) -> None:
         self.windows = windows
-        self.calibrator = Calibrator()
-        self._upstream = upstream
-        self._short_answers: dict[str, int] = {}
+        self.learned = Learned(windows, upstream)
         self._layers = tuple(layers)
         self._marks = marks or Marks()
+        self._rules = rules
+        self._store = store if store is not None else open_store("memory://")
+        self._secret = secret
+        self._fingerprint = blake2b(repr((self._layers, self._marks, rules, upstream, __version__)).encode()).hexdigest()
         self._enabled, self._shadow = enabled, shadow
         self._max_body_bytes = max_body_bytes
         self._cache = chat_completions.MessageCache()
+        self._digests = Digests()
+        self._refusals = Refusals()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compaction")
 
-    async def decide(self, body: bytes, path: str, wish: Wish, content_encoding: str = "") -> Decision:
+    async def decide(self, body: bytes, path: str, wish: Wish, content_encoding: str = "", credential: bytes = b"") -> Decision:
         """What to forward for this body. Never raises for its content; a failure of ours is the caller's to catch."""
         mode: Mode = "shadow" if self._shadow and wish.mode == "auto" else wish.mode
         if mode == "off":
@@ -157,7 +188,7 @@ class Compactor:
             return Decision("none", "disabled")
         started = time.perf_counter()
         try:
-            measured = await self._read(body, path, wish, content_encoding)
+            measured = await self._read(body, path, wish, content_encoding, credential)
         except Unreadable:
             return Decision("none", "unreadable")
         read = time.perf_counter()
@@ -168,116 +199,72 @@ class Compactor:
         """The decision with its tokens counted, off the event loop where that takes long."""
         if decision.before is not None or decision.request is None:
             return decision
-        request = decision.request
         started = time.perf_counter()
-        ruler = self._ruler(request, decision.model or "", decision.window)
-        total = await self._total(ruler, request)
+        ruler = self.learned.ruler(decision.request, decision.model or "", decision.window)
+        total = await self._total(ruler, decision.request.conversation)
         seconds = {**decision.seconds, "count": time.perf_counter() - started}
         return replace(decision, before=total, after=total, seconds=seconds)
 
     async def harder(self, decision: Decision, refused: Overflow) -> Decision | None:
         """The decision after the upstream said that what we forwarded is too long; None when there is nothing to try.
 
-        The limit was learned by the caller; what the upstream counted corrects our own count for this one request.
+        What the upstream counted corrects our own count for this one request.
         """
         request, forwarded = decision.request, decision.forwarded
         if request is None or not forwarded:
             return None
         model = decision.model or ""
-        window = self._window_after(refused, forwarded, decision)
-        ruler = self._ruler(request, model, decision.window)
+        window = _window_after(refused, forwarded, decision)
+        ruler = self.learned.ruler(request, model, decision.window)
         aim = self._budget(window, request, ruler)
-        # what the upstream counted corrects our own count, for this one try
         ratio = max(refused.input / forwarded, 0.5) if refused.input else 1.0
-        fits = int(aim.usable * RETRY_SHARE / ratio)
+        fits = max(1, int(aim.usable * RETRY_SHARE / ratio))
         aim = replace(aim, usable=fits, trigger=min(aim.trigger, fits), target=max(1, int(aim.target / ratio)))
-        before = forwarded if decision.body is None else await self._total(ruler, request)
-        harder = await self._event(Measured(request, model, window, aim, ruler), before, "force")
-        if harder.body is None or (harder.after or 0) >= forwarded:
+        measured = Measured(request, model, window, ruler, aim, aim, b"")
+        before = await self._total(ruler, request.conversation)
+        started = time.perf_counter()
+        stop = self._stop()
+        result = await self._within(
+            lambda: compact(request.conversation, aim, self._layers, stop=stop, hard=True, rules=self._rules)
+        )
+        if result is None or result.tokens_after > aim.usable or result.tokens_after >= forwarded:
             return None
-        return replace(harder, seconds={**decision.seconds, **harder.seconds})
+        seconds = {**decision.seconds, "compact": time.perf_counter() - started}
+        return replace(self._applied(measured, before, result, "auto"), seconds=seconds)
 
-    def _window_after(self, refused: Overflow, forwarded: int, decision: Decision) -> Window:
-        """The window as a refusal leaves it, for this one try: a configured one may say more."""
-        known = decision.window
-        if refused.limit is None:
-            limit = int(min(refused.input or forwarded, forwarded) * UNSTATED_SHARE)
-            return Window(limit, None, None, "learned", None, None, None)
-        price = known.price if known is not None else None
-        if not refused.of_prompt:
-            return Window(refused.limit, None, None, "learned", None, None, price)
-        asked = decision.request.max_output if decision.request is not None else None
-        whole = known.tokens if known is not None else refused.limit + (asked or 0)
-        return Window(max(whole, refused.limit), None, refused.limit, "learned", None, None, price)
-
-    def refused(self, decision: Decision, refused: Overflow) -> None:
-        """Takes what a refusal says of the model's limit."""
-        if decision.model is not None and refused.limit is not None and refused.kind != "tpm":
-            now = time.monotonic()
-            self.windows.learn(decision.model, refused.limit, exact=True, now=now, prompt_only=refused.of_prompt)
-
-    def learned(self, decision: Decision, usage: Usage) -> None:
-        """Takes what the answer to a forwarded request says: how the upstream counts, a limit that proved wrong, a silent
-        truncation, a model's real name."""
-        request, model, forwarded = decision.request, decision.model, decision.forwarded
-        if request is None or model is None or usage.prompt is None or not forwarded:
+    def answered(self, decision: Decision, usage: Usage) -> None:
+        """Takes what the answer to a forwarded request says of the upstream."""
+        request, forwarded = decision.request, decision.forwarded
+        if request is None or decision.model is None or not forwarded:
             return
         messages = request.conversation.messages
         if decision.body is not None and decision.result is not None:
             messages = decision.result.conversation.messages
-        key, ruler = self._key(request, model), self._ruler(request, model, decision.window)
-        if self._seems_truncated(key, forwarded, usage.prompt):
-            self.windows.learn(model, usage.prompt, exact=False, now=time.monotonic())
-            return
-        self.calibrator.observe(key, ruler.raw(messages), usage.prompt, prefixes=chain(messages, ruler.raw(())))
-        self.windows.accepted(model, usage.prompt)
-        if usage.model:
-            self.windows.answered_as(model, usage.model)
+        self.learned.answered(request, decision.model, decision.window, messages, forwarded, usage)
 
-    def _seems_truncated(self, key: Key, forwarded: int, reported: int) -> bool:
-        """Twice in a row far fewer tokens than we sent: once may be an upstream that counts only what was not cached."""
-        calibrated = self.calibrator.calibration(key).samples >= ENOUGH
-        if not overflow.truncated(forwarded, reported, calibrated=calibrated, media=key.media):
-            self._short_answers.pop(key.model, None)
-            return False
-        seen = self._short_answers.get(key.model, 0) + 1
-        if seen == 1 and len(self._short_answers) >= SUSPECTS:
-            self._short_answers.clear()
-        self._short_answers[key.model] = seen
-        return seen >= 2
-
-    def close(self) -> None:
-        """Lets the worker threads end."""
+    async def aclose(self) -> None:
+        """Lets go of the store, and lets the worker threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        await self._store.aclose()
 
-    async def _read(self, body: bytes, path: str, wish: Wish, content_encoding: str) -> Measured:
+    async def _read(self, body: bytes, path: str, wish: Wish, content_encoding: str, credential: bytes) -> Measured:
         if len(body) > INLINE_BODY or content_encoding:
-            return await self._off_loop(lambda: self._understand(body, path, wish, content_encoding))
-        return self._understand(body, path, wish, content_encoding)
+            return await self._off_loop(lambda: self._understand(body, path, wish, content_encoding, credential))
+        return self._understand(body, path, wish, content_encoding, credential)
 
-    def _understand(self, body: bytes, path: str, wish: Wish, content_encoding: str) -> Measured:
+    def _understand(self, body: bytes, path: str, wish: Wish, content_encoding: str, credential: bytes) -> Measured:
         plain = encodings.decoded(body, content_encoding, self._max_body_bytes) if content_encoding else body
         request = chat_completions.read(plain, self._cache.get)
         model = requested_model(path, request.model)
         window = self.windows.lookup(model, time.monotonic())
-        ruler = self._ruler(request, model, window)
+        ruler = self.learned.ruler(request, model, window)
         if window is None and wish.window is not None:
             window = Window(wish.window, None, None, "default", None, None, None)
-        aim = None if window is None else self._budget(window, request, ruler, wish.window)
-        return Measured(request, model, window, aim, ruler)
-
-    def _key(self, request: Request, model: str) -> Key:
-        """What shares a calibration."""
-        offered = any(request.fields.get(name, b"null")[:1] == b"[" for name in ("tools", "functions"))
-        return Key(self._upstream, tokens.bare_name(model), offered, _has_media(request))
-
-    def _ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
-        """The ruler as far as answers have calibrated it by now."""
-        encoding = window.encoding if window is not None else None
-        plain = tokens.ruler(model, request.fields, encoding=encoding)
-        marks = chain(request.conversation.messages, plain.raw(()))
-        calibration = self.calibrator.calibration(self._key(request, model), marks)
-        return tokens.ruler(model, request.fields, encoding=encoding, calibration=calibration)
+        if window is None:
+            return Measured(request, model, None, ruler, None, None, credential)
+        aim = self._budget(window, request, ruler, wish.window)
+        steady = self._budget(window, request, self.learned.steady_ruler(request, model, window), wish.window)
+        return Measured(request, model, window, ruler, aim, steady, credential)
 
     def _budget(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None) -> Budget:
         return budget(
@@ -291,79 +278,217 @@ class Compactor:
         )
 
     async def _judge(self, measured: Measured, size: int, mode: Mode) -> Decision:
-        known = Decision("none", None, None, measured.request, measured.model, measured.window, measured.budget)
-        aim = measured.budget
-        if aim is None:
-            return replace(known, reason="unknown_window")
-        if mode != "force" and self._plainly_fits(measured, size):
-            return replace(known, reason="fits")
+        aim, steady = measured.budget, measured.steady
+        if aim is None or steady is None:
+            return measured.decided("none", "unknown_window")
+        if mode != "force" and _plainly_fits(measured.request, size, min(aim.trigger, steady.trigger)):
+            return measured.decided("none", "fits")
         started = time.perf_counter()
-        before = await self._total(measured.ruler, measured.request)
-        counted = time.perf_counter() - started
-        if mode != "force" and before <= aim.trigger:
-            return replace(known, reason="fits", before=before, after=before, seconds={"count": counted})
-        decision = await self._event(measured, before, mode)
-        return replace(decision, seconds={"count": counted, **decision.seconds})
+        before = await self._total(measured.ruler, measured.request.conversation)
+        counted = time.perf_counter()
+        if (
+            mode != "force"
+            and before <= aim.usable
+            and steady.ruler.total(measured.request.conversation.messages) <= steady.trigger
+        ):
+            decision = measured.decided("none", "fits", before)
+        else:
+            decision = await self._fit(measured, aim, steady, before, mode)
+        return replace(decision, seconds={"count": counted - started, "compact": time.perf_counter() - counted})
 
-    def _plainly_fits(self, measured: Measured, size: int) -> bool:
-        """Whether the bytes alone prove it: text has no more tokens than bytes. Media are not text: they must be counted."""
-        aim, request = measured.budget, measured.request
-        assert aim is not None
-        extra = RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(request.conversation.messages)
-        if size + extra > aim.trigger:
-            return False
-        return not _has_media(request)
-
-    async def _event(self, measured: Measured, before: int, mode: Mode) -> Decision:
-        """Compacts within the deadline. What gains nothing, or does not fit even so, goes on as it came."""
-        request, aim = measured.request, measured.budget
-        assert aim is not None
-        started = time.perf_counter()
-        limit = time.monotonic() + self._marks.timeout
-        gone = threading.Event()
-
-        def work() -> tuple[CompactionResult, bytes]:
-            result = compact(request.conversation, aim, self._layers, stop=lambda: gone.is_set() or time.monotonic() > limit)
-            return result, chat_completions.write(request, result.conversation) if result.tokens_after < before else b""
-
-        known = Decision("none", None, None, request, measured.model, measured.window, aim, before, before)
+    async def _fit(self, measured: Measured, aim: Budget, steady: Budget, before: int, mode: Mode) -> Decision:
+        """Takes up where an earlier event left off, and makes a new one where that is due."""
+        conversation = measured.request.conversation
+        seed = namespace(self._secret, measured.credential, self._fingerprint, measured.model, str(steady.window))
+        linked = chain(conversation, seed, self._digests)
+        found = await self._store.get_longest(linked.keys)
+        stop = self._stop()
+        walk = _Walk(self, measured, steady, linked, found, mode, stop)
         try:
-            result, body = await asyncio.wait_for(self._off_loop(work), self._marks.timeout)
-        except TimeoutError:
-            return replace(known, reason="deadline")
-        finally:
-            gone.set()
-        known = replace(known, seconds={"compact": time.perf_counter() - started}, result=result)
-        reason = self._refusal(result, aim, mode)
-        if reason is not None:
-            outcome: Outcome = "rejected" if reason == "no_gain" else "none"
-            return replace(known, outcome=outcome, reason=reason)
-        if mode == "shadow":
-            return replace(known, outcome="shadow", after=result.tokens_after)
-        return replace(known, outcome="applied", body=body, after=result.tokens_after)
-
-    def _refusal(self, result: CompactionResult, aim: Budget, mode: Mode) -> str | None:
-        """Why a result is not worth forwarding; None when it is."""
-        before, after = result.tokens_before, result.tokens_after
+            replayed: Replayed | None = walk.looking()
+        except _EventDue:
+            replayed = await self._within(walk.working)
+        if replayed is None or not replayed.complete:
+            return measured.decided("none", "deadline", before)
+        for key, checkpoint in replayed.made:
+            await self._store.put_if_absent(key, checkpoint)
+        forwarded = replayed.conversation
+        after = before if forwarded is conversation else await self._total(measured.ruler, forwarded)
         if after > aim.usable:
-            return result.reason if result.reason in ("deadline", "floor") else "floor"
+            return await self._squeeze(measured, aim, before, after, replayed, walk, mode)
+        return self._resumed(measured, before, after, replayed, walk, mode)
+
+    async def _squeeze(
+        self, measured: Measured, aim: Budget, before: int, after: int, replayed: Replayed, walk: _Walk, mode: Mode
+    ) -> Decision:
+        """What does not fit by what answers have taught, although the steady measure has nothing to do: the last resort too."""
+        result = await self._within(self._last_resort(measured.request.conversation, aim))
+        if result is not None and result.tokens_after <= aim.usable and result.tokens_after < before:
+            return self._applied(measured, before, result, mode)
+        reason = "deadline" if result is None else "floor"
+        if after < before:
+            return replace(self._resumed(measured, before, after, replayed, walk, mode), reason=reason)
+        return replace(measured.decided("none", reason, before), result=result)
+
+    def _resumed(self, measured: Measured, before: int, after: int, replayed: Replayed, walk: _Walk, mode: Mode) -> Decision:
+        """What was found or made on the way, as a decision."""
+        if replayed.conversation is measured.request.conversation or after >= before:
+            reason = walk.reason or "no_gain"
+            return replace(measured.decided("rejected" if reason == "no_gain" else "none", reason, before), result=walk.tried)
+        resumed = measured.ruler.total(replayed.resumed.messages)
+        reports = [LayerReport("checkpoint", before, resumed)] if resumed < before else []
+        critical = CriticalItems()
+        if replayed.live is not None:
+            reports += _rescaled(replayed.live.result.reports, resumed, after)
+            critical = replayed.live.result.critical
+        result = CompactionResult(replayed.conversation, before, after, tuple(reports), critical)
+        decision = self._applied(measured, before, result, mode)
+        if replayed.live is not None or replayed.made:
+            return replace(decision, layers=result.layers if replayed.live is not None else _layers(replayed))
+        outcome: Outcome = "shadow" if mode == "shadow" else "reused"
+        return replace(decision, outcome=outcome, layers=_layers(replayed), is_event=False)
+
+    def _applied(self, measured: Measured, before: int, result: CompactionResult, mode: Mode) -> Decision:
+        body = chat_completions.write(measured.request, result.conversation) if mode != "shadow" else None
+        return replace(
+            measured.decided("shadow" if mode == "shadow" else "applied", None, before),
+            after=result.tokens_after,
+            body=body,
+            result=result,
+            layers=result.layers,
+            is_event=True,
+        )
+
+    def refusal(self, result: CompactionResult, aim: Budget, forced: bool) -> str | None:
+        """Why the result of an event is not worth forwarding; None when it is."""
+        before, after = result.tokens_before, result.tokens_after
+        if result.reason == "deadline" and after > aim.usable:
+            return "deadline"
+        if after > aim.usable:
+            return "floor"
         if after >= before:
-            return result.reason if result.reason in ("deadline", "floor") else "no_gain"
+            return "fits" if before <= aim.target else result.reason or "no_gain"
         least = self._marks.min_gain if self._marks.min_gain is not None else max(aim.window // 50, 1_024)
         # a request that does not fit has no choice, and one that was asked for is done
-        if before <= aim.usable and mode != "force" and (before - after < least or after > 0.95 * before):
+        if before <= aim.usable and not forced and (before - after < least or after > LEAST_GAIN * before):
             return "no_gain"
         return None
 
-    async def _total(self, ruler: ChatRuler, request: Request) -> int:
-        messages = request.conversation.messages
-        if ruler.cold_bytes(messages) <= INLINE_BYTES:
-            return ruler.total(messages)
-        return await self._off_loop(lambda: ruler.total(messages))
+    def _last_resort(self, conversation: Conversation, aim: Budget) -> Callable[[], CompactionResult]:
+        """An event for a request that must become smaller, whatever it costs."""
+        stop = self._stop()
+        return lambda: compact(conversation, aim, self._layers, stop=stop, hard=True, rules=self._rules)
+
+    def _stop(self) -> Callable[[], bool]:
+        limit = time.monotonic() + self._marks.timeout
+        return lambda: time.monotonic() > limit
+
+    async def _within(self, work: Callable[[], T]) -> T | None:
+        """The work's result from a worker thread, None when the deadline passes first; the work asks for itself, too."""
+        try:
+            return await asyncio.wait_for(self._off_loop(work), self._marks.timeout)
+        except TimeoutError:
+            return None
+
+    async def _total(self, ruler: ChatRuler, conversation: Conversation) -> int:
+        if ruler.cold_bytes(conversation.messages) <= INLINE_BYTES:
+            return ruler.total(conversation.messages)
+        return await self._off_loop(lambda: ruler.total(conversation.messages))
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _has_media(request: Request) -> bool:
-    return any(isinstance(part, Opaque) for message in request.conversation.messages for part in message.parts)
+class _Walk:
+    """One walk over a history: what it may do where an event is due, and what came of the event of the waiting request."""
+
+    def __init__(
+        self,
+        compactor: Compactor,
+        measured: Measured,
+        steady: Budget,
+        linked: Chain,
+        found: tuple[int, Checkpoint] | None,
+        mode: Mode,
+        stop: Callable[[], bool],
+    ) -> None:
+        self._compactor, self._measured, self._steady = compactor, measured, steady
+        self._chain, self._found, self._mode, self._stop = linked, found, mode, stop
+        self.reason: str | None = None
+        self.tried: CompactionResult | None = None
+
+    def looking(self) -> Replayed:
+        """The walk without any event. Raises _EventDue."""
+
+        def due(*_: object) -> Event | None:
+            raise _EventDue
+
+        return self._replay(due)
+
+    def working(self) -> Replayed:
+        return self._replay(self._event)
+
+    def _replay(self, decide: Callable[[Conversation, Checkpoint | None, bool], Event | None]) -> Replayed:
+        compactor, conversation = self._compactor, self._measured.request.conversation
+        return replay(
+            conversation,
+            self._chain,
+            decide,
+            rule(conversation, self._steady, compactor._marks.min_gain),
+            found=self._found,
+            force=self._mode == "force",
+            parse=compactor._cache.get,
+            refusals=compactor._refusals,
+            stop=self._stop,
+            model=self._measured.model,
+        )
+
+    def _event(self, conversation: Conversation, _: Checkpoint | None, waiting: bool) -> Event | None:
+        compactor = self._compactor
+        result = compact(conversation, self._steady, compactor._layers, stop=self._stop, rules=compactor._rules)
+        reason = compactor.refusal(result, self._steady, forced=waiting and self._mode == "force")
+        if waiting:
+            self.reason, self.tried = reason, result
+        return Event(result) if reason is None else None
+
+
+def _layers(replayed: Replayed) -> tuple[str, ...]:
+    return replayed.checkpoint.layers if replayed.checkpoint is not None else ()
+
+
+def _rescaled(reports: Sequence[LayerReport], before: int, after: int) -> list[LayerReport]:
+    """The same work told in another ruler's tokens, so that it adds up to before − after."""
+    worked = [report for report in reports if report.saved > 0 and report.refused is None]
+    whole = sum(report.saved for report in worked)
+    scaled: list[LayerReport] = []
+    done, at = 0, before
+    for report in reports:
+        if report not in worked or whole == 0:
+            scaled.append(replace(report, before=at, after=at))
+            continue
+        done += report.saved
+        now = before - round((before - after) * done / whole)
+        scaled.append(replace(report, before=at, after=now))
+        at = now
+    return scaled
+
+
+def _window_after(refused: Overflow, forwarded: int, decision: Decision) -> Window:
+    """The window as a refusal leaves it, for one more try: a configured one may say more."""
+    known = decision.window
+    if refused.limit is None:
+        limit = int(min(refused.input or forwarded, forwarded) * UNSTATED_SHARE)
+        return Window(max(limit, 1), None, None, "learned", None, None, None)
+    price = known.price if known is not None else None
+    if not refused.of_prompt:
+        return Window(refused.limit, None, None, "learned", None, None, price)
+    asked = decision.request.max_output if decision.request is not None else None
+    whole = known.tokens if known is not None else refused.limit + (asked or 0)
+    return Window(max(whole, refused.limit), None, refused.limit, "learned", None, None, price)
+
+
+def _plainly_fits(request: Request, size: int, trigger: int) -> bool:
+    """Whether the bytes alone prove it: text has no more tokens than bytes. Media are not text: they must be counted."""
+    messages = request.conversation.messages
+    extra = RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(messages)
+    return (size + extra) * WORST_SLOPE <= trigger and not has_media(request)

@@ -203,7 +203,8 @@ class Proxy:
 
     async def _decide(self, scope: Scope, pieces: Sequence[bytes], wish: Wish) -> Decision:
         encoding = _header(scope["headers"], b"content-encoding")
-        deciding = self._compactor.decide(b"".join(pieces), scope["path"], wish, encoding)
+        credential = _credential(scope["headers"])
+        deciding = self._compactor.decide(b"".join(pieces), scope["path"], wish, encoding, credential)
         return await self._safely(deciding, Decision("failed", "internal_error"))
 
     def _count_meanwhile(self, decision: Decision) -> asyncio.Task[Decision] | None:
@@ -259,7 +260,7 @@ class Proxy:
         if refused is None:
             return first
         exchange.overflow = "returned"
-        self._compactor.refused(decision, refused)
+        self._compactor.learned.refused(decision.model or "", refused)
         if refused.kind != "prompt" or decision.outcome in ("bypassed", "shadow") or decision.reason == "disabled":
             return first
         harder = await self._safely(self._compactor.harder(decision, refused), None)
@@ -311,11 +312,11 @@ class Proxy:
     def _record(self, exchange: Exchange) -> None:
         decision, usage = exchange.decision, exchange.usage
         if exchange.endpoint == CHAT and exchange.status < 300:
-            self._compactor.learned(decision, usage)
+            self._compactor.answered(decision, usage)
         self._metrics.record(_record(exchange))
         if decision.model is not None and decision.budget is not None and decision.window is not None:
             self._metrics.set_window(decision.model, decision.window.tokens, decision.budget.usable)
-        if decision.outcome in ("applied", "shadow") and decision.before:
+        if decision.is_event and decision.before:
             _tell(decision)
 
 
@@ -434,6 +435,11 @@ class Replay:
         return len(piece)
 
 
+def _credential(headers: Headers) -> bytes:
+    """What the client authenticates with: callers with different ones share nothing."""
+    return b"\0".join(value for name, value in headers if name in (b"authorization", b"api-key", b"x-api-key"))
+
+
 def _has_event(pieces: list[bytes]) -> bool:
     """Whether an event that says something is there in full."""
     *whole, _ = b"".join(pieces).replace(b"\r\n", b"\n").split(b"\n")
@@ -516,7 +522,6 @@ def _where(error: BaseException) -> list[str]:
 def _record(exchange: Exchange) -> RequestRecord:
     decision, usage, now = exchange.decision, exchange.usage, time.perf_counter()
     aim, before, after = decision.budget, decision.before, decision.after
-    event = decision.result is not None and bool(before)
     own = max(now - exchange.started - exchange.upstream_seconds, 0.0)
     saved = _saved(decision) if decision.outcome in ("applied", "reused") else ()
     result = decision.result
@@ -535,7 +540,8 @@ def _record(exchange: Exchange) -> RequestRecord:
         outcome=decision.outcome,
         shadow_saved=(before or 0) - (after or 0) if decision.outcome == "shadow" else 0,
         passthrough=decision.reason,
-        ratio=(after or 0) / before if event and before and decision.outcome in ("applied", "shadow") else None,
+        ratio=(after or 0) / before if decision.is_event and before else None,
+        prefix_break="event" if decision.is_event and decision.body is not None else None,
         fill_before=before / aim.usable if before is not None and aim is not None and aim.usable > 0 else None,
         fill_after=after / aim.usable if after is not None and aim is not None and aim.usable > 0 else None,
         validation_failures=tuple(report.refused for report in result.reports if report.refused) if result else (),

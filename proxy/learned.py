@@ -1,0 +1,83 @@
+"""What answers have taught about an upstream: how it counts, how much its models hold, and what they are really called."""
+
+from __future__ import annotations
+
+import time
+
+from proxy import overflow, tokens
+from proxy.conversation import Message, Opaque
+from proxy.overflow import Overflow
+from proxy.tokens.calibration import ENOUGH, Calibrator, Key, chain, cold
+from proxy.tokens.chat import ChatRuler
+from proxy.windows import Window, Windows
+from proxy.wire import Request
+from proxy.wire.sse import Usage
+
+SUSPECTS = 256
+"""Models whose last answer seemed truncated; clients choose the names."""
+
+
+class Learned:
+    """One upstream's lessons, and the rulers that follow from them."""
+
+    def __init__(self, windows: Windows, upstream: str = "") -> None:
+        self.windows = windows
+        self.calibrator = Calibrator()
+        self._upstream = upstream
+        self._short_answers: dict[str, int] = {}
+
+    def ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
+        """Counts as the upstream's answers have calibrated it by now: for deciding what fits."""
+        encoding = window.encoding if window is not None else None
+        plain = tokens.ruler(model, request.fields, encoding=encoding)
+        marks = chain(request.conversation.messages, plain.raw(()))
+        calibration = self.calibrator.calibration(self._key(request, model), marks)
+        return tokens.ruler(model, request.fields, encoding=encoding, calibration=calibration)
+
+    def steady_ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
+        """Counts by the model's name alone: for deciding when an event is due and what it keeps, which must come out the
+        same in every process, whatever answers it has seen."""
+        encoding = window.encoding if window is not None else None
+        return tokens.ruler(model, request.fields, encoding=encoding, calibration=cold(tokens.bare_name(model)))
+
+    def refused(self, model: str, refusal: Overflow) -> None:
+        """Takes what a refusal says of a model's limit."""
+        if refusal.limit is not None and refusal.kind != "tpm":
+            self.windows.learn(model, refusal.limit, exact=True, now=time.monotonic(), prompt_only=refusal.of_prompt)
+
+    def answered(
+        self, request: Request, model: str, window: Window | None, messages: tuple[Message, ...], counted: int, usage: Usage
+    ) -> None:
+        """Takes what an answer says. messages: as they were forwarded; counted: our count of the whole request then."""
+        if usage.prompt is None:
+            return
+        key, ruler = self._key(request, model), self.steady_ruler(request, model, window)
+        if self._seems_truncated(key, counted, usage.prompt):
+            self.windows.learn(model, usage.prompt, exact=False, now=time.monotonic())
+            return
+        self.calibrator.observe(key, ruler.raw(messages), usage.prompt, prefixes=chain(messages, ruler.raw(())))
+        self.windows.accepted(model, usage.prompt)
+        if usage.model:
+            self.windows.answered_as(model, usage.model)
+
+    def _key(self, request: Request, model: str) -> Key:
+        """What shares a calibration."""
+        offered = any(request.fields.get(name, b"null")[:1] == b"[" for name in ("tools", "functions"))
+        return Key(self._upstream, tokens.bare_name(model), offered, has_media(request))
+
+    def _seems_truncated(self, key: Key, counted: int, reported: int) -> bool:
+        """Twice in a row far fewer tokens than we sent: once may be an upstream that counts only what was not cached."""
+        calibrated = self.calibrator.calibration(key).samples >= ENOUGH
+        if not overflow.truncated(counted, reported, calibrated=calibrated, media=key.media):
+            self._short_answers.pop(key.model, None)
+            return False
+        seen = self._short_answers.get(key.model, 0) + 1
+        if seen == 1 and len(self._short_answers) >= SUSPECTS:
+            self._short_answers.clear()
+        self._short_answers[key.model] = seen
+        return seen >= 2
+
+
+def has_media(request: Request) -> bool:
+    """Whether there is anything whose tokens are not those of its text."""
+    return any(isinstance(part, Opaque) for message in request.conversation.messages for part in message.parts)
