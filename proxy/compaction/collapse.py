@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from proxy.compaction import digest, entities, forecast, json_text, ledger, reserve, shorten, signals, summary
+from proxy.compaction import digest, forecast, json_text, ledger, reserve, shorten, signals, summary
 from proxy.compaction.digest import Picks, Source
 from proxy.compaction.ledger import Ledger
 from proxy.compaction.outputs import with_text
@@ -26,7 +26,7 @@ __all__ = ["ContextCollapse", "is_summary", "repair"]
 
 TASK_SHARE = 0.30
 """Of what the preamble leaves: what the first task may take verbatim."""
-TAIL_SHARE = 0.35
+TAIL_SHARE = 0.30
 """Of what is left then: the newest steps that stay in place."""
 NEWEST_SHARE = 0.70
 """The newest step stays byte-identical up to this share of what is left."""
@@ -110,18 +110,18 @@ class _History:
         turn = 0
         for earlier in self.earlier:
             for _, text in earlier.excerpts:
-                yield forecast.Mention(text, 0)
+                yield forecast.Mention(text, 0, "output")
+        speakers: dict[Voice, forecast.Speaker] = {"assistant": "words", "request": "asked"}
         for i, step in enumerate(self.steps):
             if i in self.summaries:
                 continue
-            mine = self.voices[i] == "assistant"
-            turn += mine
+            turn += self.voices[i] == "assistant"
             if step.head.text:
-                yield forecast.Mention(step.head.text, turn, mine=mine, asked=self.voices[i] == "request")
+                yield forecast.Mention(step.head.text, turn, speakers.get(self.voices[i], "output"))
             for call in step.head.calls:
-                yield forecast.Mention(call_text(call), turn, mine=True, call=True)
+                yield forecast.Mention(call_text(call), turn, "call")
             for result in step.results:
-                yield forecast.Mention(result.text, turn)
+                yield forecast.Mention(result.text, turn, "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,17 +242,18 @@ def _written(history: _History, plan: _Plan, budget: Budget, layer: ContextColla
         quotes = _reserved(history, plan, book, picks, room)
         room -= sum(history.ruler.text(quote.text) + 3 for quote in quotes)
         for quote in quotes:
-            for names, line in zip(entities.scan(quote.text).names, entities.scan(quote.text).lines, strict=True):
-                picks.cover(names, digest.in_context(line))
+            picks.show_all(quote.text)
     needs = forecast.needs(tuple(history.mentions()))
     digest.choose(picks, needs, room)
     digest.fill(picks, room)
     while True:
         made = _assembled(history, plan, picks, candidates, quotes, book, layer)
         excess = budget.ruler.total(made.messages) - budget.target
-        if excess <= 0 or not (picks.order or quotes):
+        if excess <= 0:
             return made
         if not picks.drop(excess):
+            if not quotes:
+                return made
             quotes = quotes[: len(quotes) // 2]
 
 
@@ -285,9 +286,9 @@ def _cover_kept(history: _History, plan: _Plan, picks: Picks) -> None:
         kept.extend((plan.edited.get(i, history.steps[i].head), *history.steps[i].results))
     kept.extend(history.steps[i].head for i in plan.partial if history.voices[i] != "observation")
     for message in kept:
-        for text in (message.text, *(call_text(call) for call in message.calls)):
-            for names in entities.scan(text).names:
-                picks.cover(names, True)
+        picks.show_all(message.text)
+        for call in message.calls:
+            picks.show_all(call_text(call))
 
 
 def _reserved(history: _History, plan: _Plan, book: Ledger, picks: Picks, room: float) -> list[Quote]:
@@ -304,26 +305,22 @@ def _reserved(history: _History, plan: _Plan, book: Ledger, picks: Picks, room: 
 def _recent_errors(picks: Picks, room: float) -> list[str]:
     """Distinct error lines of folded outputs, newest first; those of outputs that stay in place are taken there."""
     found: dict[str, None] = {}
-    limit = reserve.ERRORS + reserve.MORE_ERRORS
     purse = reserve.ERRORS_SHARE * room
     for position in range(len(picks.sources) - 1, -1, -1):
         source = picks.sources[position]
-        if not source.output or not signals.may_hold_error(source.text):
+        failing = signals.error_lines(source.text) if source.output else ()
+        if not failing:
             continue
-        lines = entities.scan(source.text).lines
-        for number in range(len(lines) - 1, -1, -1):
-            line = lines[number].strip()
-            if line in found or not signals.is_error_line(line):
-                continue
-            if source.inline:
-                cost = picks.cost(position, number)
-                if cost <= purse:
-                    purse -= cost
-                    picks.take(position, number, cost)
-                continue
-            found[line] = None
-            if len(found) >= limit:
-                return list(found)
+        if not source.inline:
+            found.update(dict.fromkeys(line.strip() for line in reversed(failing)))
+            if len(found) >= reserve.ERRORS + reserve.MORE_ERRORS:
+                break
+            continue
+        wanted = set(failing)
+        for number in range(len(picks.scans[position].lines) - 1, -1, -1):
+            if picks.scans[position].lines[number] in wanted and picks.cost(position, number) <= purse:
+                purse -= picks.cost(position, number)
+                picks.take(position, number)
     return list(found)
 
 
@@ -332,11 +329,12 @@ def _assembled(
 ) -> Conversation:  # fmt: skip
     changed: dict[int, Message] = {}
     excerpts: list[summary.Excerpt] = []
-    for source, message, chosen in zip(candidates.sources, candidates.messages, picks.chosen, strict=True):
+    for position, (source, message) in enumerate(zip(candidates.sources, candidates.messages, strict=True)):
+        chosen = picks.chosen[position]
         if message is not None:
             changed[source.place] = with_text(message, _kept_text(source, chosen))
         elif chosen:
-            excerpts.append((source.label, digest.excerpt(source, chosen)))
+            excerpts.append((source.label, digest.excerpt(picks.scans[position], chosen)))
     folds = any(i not in plan.whole and i not in plan.partial for i in range(len(history.steps)))
     message = summary.write(book.folded_messages, quotes, excerpts, role=layer.role, key=layer.key) if folds else None
     return history.conversation.with_messages(_ordered(history, plan, changed, message))
@@ -360,7 +358,7 @@ def _ordered(history: _History, plan: _Plan, changed: dict[int, Message], writte
 
 
 def _kept_text(source: Source, chosen: set[int]) -> str:
-    text = digest.in_place(source, chosen)
+    text = digest.in_place(source.text, chosen)
     if text is source.text or json_text.parse(source.text) is None:
         return text
     return shorten.shorten(source.text, max(shorten.SMALLEST, len(text)))

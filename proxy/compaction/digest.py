@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from proxy.compaction import entities
+from proxy.compaction.entities import Scan
 
 BARE = 0.45
 """What a name is worth in a line without words of context; the rest can be earned by a better line."""
+CONTEXT_WORDS = 2
+"""Words beside a name that make it understood."""
 
-HEADER_TOKENS = 6
+HEADER_TOKENS = 5
 """About what it costs to open a step in the summary: its number and its tool's name."""
-
 GAP_TOKENS = 2
 """About what the mark of a gap costs."""
+SMALLEST_GAIN = 1e-6
+"""Worth per token below which a line is not a candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,151 +40,176 @@ class Source:
     output: bool = False
 
 
-@dataclass(slots=True)
 class Picks:
-    """Which lines of each source are kept: the greedy's working state."""
+    """Which lines of each source are kept so far, what they show, and what they cost (estimated tokens)."""
 
-    sources: Sequence[Source]
-    chosen: list[set[int]] = field(default_factory=list)
-    covered: dict[str, float] = field(default_factory=dict)
-    spent: float = 0.0
-    order: list[tuple[int, int, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.chosen = [set() for _ in self.sources]
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = sources
+        self.scans: list[Scan] = [entities.scan(source.text) for source in sources]
+        self.chosen: list[set[int]] = [set() for _ in sources]
+        self.covered: dict[str, float] = {}
+        self.spent = 0.0
+        self._order: list[tuple[int, int, float]] = []
 
     def cost(self, source: int, line: int) -> float:
         """Estimated tokens of one more line."""
         it = self.sources[source]
-        opened = it.inline or bool(self.chosen[source])
-        return line_cost(it, line) + (GAP_TOKENS if it.inline else 0) + (0 if opened else HEADER_TOKENS)
+        cost = len(self.scans[source].lines[line]) * it.rate + 1.0
+        if it.inline:
+            return cost + GAP_TOKENS
+        return cost if self.chosen[source] else cost + HEADER_TOKENS
 
-    def take(self, source: int, line: int, cost: float) -> None:
-        it = self.sources[source]
+    def take(self, source: int, line: int) -> None:
+        cost = self.cost(source, line)
         self.chosen[source].add(line)
         self.spent += cost
-        self.order.append((source, line, cost))
-        self.cover(entities.scan(it.text).names[line], in_context(entities.scan(it.text).lines[line]))
+        self._order.append((source, line, cost))
+        self.show(self.scans[source].lines[line], self.scans[source].names[line])
 
     def drop(self, tokens: float) -> bool:
-        """Give up the lines taken last, at least so many tokens' worth; False when there is none left."""
+        """Give up the lines taken last, about so many tokens' worth; False when there is none left."""
         freed = 0.0
-        while self.order and freed < tokens + 2:
-            source, line, cost = self.order.pop()
+        while self._order and freed < tokens + 2:
+            source, line, cost = self._order.pop()
             self.chosen[source].discard(line)
+            # Estimates lean high on short lines; counting only a part of them makes one more round unlikely.
             freed += 0.9 * cost
         self.spent -= freed
         return freed > 0
 
-    def cover(self, names: Iterable[str], full: bool) -> None:
-        level = 1.0 if full else BARE
+    def show(self, line: str, names: Iterable[str]) -> None:
+        """These names are shown by this line."""
+        words = context_words(line)
         covered = self.covered
         for name in names:
+            level = 1.0 if words - own_words(name) >= CONTEXT_WORDS else BARE
             if covered.get(name, 0.0) < level:
                 covered[name] = level
 
+    def show_all(self, text: str) -> None:
+        """The whole text is there: its names are in their own context."""
+        self.covered.update(dict.fromkeys(entities.scan(text).distinct, 1.0))
 
-def line_cost(source: Source, line: int) -> float:
-    return max(1.0, len(entities.scan(source.text).lines[line]) * source.rate) + 1.0
+    def gain(self, source: int, line: int, needs: Mapping[str, float]) -> float:
+        """What one more line would add per token."""
+        scan = self.scans[source]
+        words = context_words(scan.lines[line])
+        covered = self.covered
+        worth = 0.0
+        for name in scan.names[line]:
+            need = needs.get(name)
+            if need:
+                level = 1.0 if words - own_words(name) >= CONTEXT_WORDS else BARE
+                had = covered.get(name, 0.0)
+                if level > had:
+                    worth += need * (level - had)
+        return worth / self.cost(source, line)
 
 
 _CONTEXT = re.compile(r"[^\W\d_]{3,}|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]{2}")
+_words: dict[str, int] = {}
+_MEMO = 60_000
 
 
-@lru_cache(maxsize=32768)
-def in_context(line: str) -> bool:
-    """True when a line has at least three words: enough to tell what a name in it is."""
-    return len(_CONTEXT.findall(line)) >= 3
+def context_words(line: str) -> int:
+    """How many words a line has."""
+    return len(_CONTEXT.findall(line))
 
 
-def choose(picks: Picks, needs: dict[str, float], room: float) -> None:
-    """Take lines by value per token until `room` tokens are spent. needs: what each name is worth."""
-    heap: list[tuple[float, int, int]] = []
-    scans = [entities.scan(source.text) for source in picks.sources]
+def own_words(name: str) -> int:
+    """How many of a line's words the name itself accounts for."""
+    known = _words.get(name)
+    if known is None:
+        if len(_words) > _MEMO:
+            _words.clear()
+        known = _words[name] = len(_CONTEXT.findall(name))
+    return known
 
-    def density(source: int, line: int) -> float:
-        covered = picks.covered
-        worth = 0.0
-        full = in_context(scans[source].lines[line])
-        for name in scans[source].names[line]:
-            need = needs.get(name)
-            if need:
-                worth += need * max(0.0, (1.0 if full else BARE) - covered.get(name, 0.0))
-        return worth / picks.cost(source, line)
 
-    for source, it in enumerate(scans):
-        for line, names in enumerate(it.names):
-            if names and line not in picks.chosen[source]:
-                ratio = density(source, line)
-                if ratio > 0:
-                    heap.append((-ratio, source, line))
+def choose(picks: Picks, needs: Mapping[str, float], room: float) -> None:
+    """Take lines by worth per token until `room` tokens are spent. needs: what each name is worth.
+
+    Lazy: a line's worth only ever falls as others are taken, so that the best stale estimate is looked at first. The one
+    exception, the first line of a step (which pays for the header), puts its siblings forward again.
+    """
+    heap = _estimates(picks, needs)
     heapq.heapify(heap)
+    push, pop = heapq.heappush, heapq.heappop
     while heap and picks.spent < room:
-        _, source, line = heapq.heappop(heap)
+        _, source, line = pop(heap)
         if line in picks.chosen[source]:
             continue
-        ratio = density(source, line)
-        if ratio <= 0:
+        gain = picks.gain(source, line, needs)
+        if gain <= SMALLEST_GAIN:
             continue
-        if heap and -ratio > heap[0][0] + 1e-12:
-            heapq.heappush(heap, (-ratio, source, line))
+        if heap and -gain > heap[0][0] + 1e-12:
+            push(heap, (-gain, source, line))
             continue
-        cost = picks.cost(source, line)
-        if picks.spent + cost > room:
+        if picks.spent + picks.cost(source, line) > room:
             continue
-        opened = not picks.sources[source].inline and not picks.chosen[source]
-        picks.take(source, line, cost)
-        if opened:
-            for other, names in enumerate(scans[source].names):
-                if names and other not in picks.chosen[source] and (ratio := density(source, other)) > 0:
-                    heapq.heappush(heap, (-ratio, source, other))
+        opens = not picks.sources[source].inline and not picks.chosen[source]
+        picks.take(source, line)
+        if opens:
+            for other, names in enumerate(picks.scans[source].names):
+                if names and other not in picks.chosen[source] and (gain := picks.gain(source, other, needs)) > SMALLEST_GAIN:
+                    push(heap, (-gain, source, other))
+
+
+def _estimates(picks: Picks, needs: Mapping[str, float]) -> list[tuple[float, int, int]]:
+    """An upper bound of each line's gain: its names as if all had context."""
+    covered = picks.covered
+    open_needs = {name: need * (1 - covered.get(name, 0.0)) for name, need in needs.items()}
+    worth_of = open_needs.get
+    heap: list[tuple[float, int, int]] = []
+    for source, scan in enumerate(picks.scans):
+        for line, names in enumerate(scan.names):
+            if names:
+                worth = 0.0
+                for name in names:
+                    worth += worth_of(name, 0.0)
+                if worth > 0.0:
+                    heap.append((-worth / picks.cost(source, line), source, line))
+    return heap
 
 
 def fill(picks: Picks, room: float) -> None:
     """Spend what is left on the newest lines."""
     for source in range(len(picks.sources) - 1, -1, -1):
-        it = picks.sources[source]
-        for line in range(len(entities.scan(it.text).lines) - 1, -1, -1):
+        for line in range(len(picks.scans[source].lines) - 1, -1, -1):
             if picks.spent >= room:
                 return
-            if line not in picks.chosen[source]:
-                cost = picks.cost(source, line)
-                if picks.spent + cost <= room:
-                    picks.take(source, line, cost)
+            if line not in picks.chosen[source] and picks.spent + picks.cost(source, line) <= room:
+                picks.take(source, line)
 
 
-def excerpt(source: Source, chosen: set[int]) -> list[str]:
+def excerpt(scan: Scan, chosen: Iterable[int]) -> list[str]:
     """The chosen lines in order; pieces of one long line are joined again."""
-    it = entities.scan(source.text)
     out: list[str] = []
     previous = -2
     for line in sorted(chosen):
-        if previous == line - 1 and not it.whole[previous]:
-            out[-1] += " " + it.lines[line]
+        if previous == line - 1 and not scan.whole[previous]:
+            out[-1] += " " + scan.lines[line]
         else:
-            out.append(it.lines[line])
+            out.append(scan.lines[line])
         previous = line
     return out
 
 
-def in_place(source: Source, chosen: set[int]) -> str:
+def in_place(text: str, chosen: set[int]) -> str:
     """The text of a result that stays, with the lines that were left out marked; the very text when nothing was."""
-    it = entities.scan(source.text)
-    if len(chosen) == len(it.lines):
-        return source.text
+    scan = entities.scan(text)
+    if len(chosen) == len(scan.lines):
+        return text
     if not chosen:
-        return f"[… {len(it.lines)} lines left out]"
+        return f"[… {len(scan.lines)} lines left out]"
     out: list[str] = []
     previous = -1
     for line in sorted(chosen):
-        joined = previous == line - 1 and previous >= 0 and not it.whole[previous]
-        if line > previous + 1:
-            out.append("…")
-        if joined:
-            out[-1] += " " + it.lines[line]
+        if previous == line - 1 and previous >= 0 and not scan.whole[previous]:
+            out[-1] += " " + scan.lines[line]
         else:
-            out.append(it.lines[line])
+            out.extend((["…"] if line > previous + 1 else []) + [scan.lines[line]])
         previous = line
-    if previous < len(it.lines) - 1:
+    if previous < len(scan.lines) - 1:
         out.append("…")
     return "\n".join(out)

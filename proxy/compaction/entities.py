@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 from proxy.compaction import graphemes
@@ -37,27 +36,49 @@ _NUMBER = re.compile(r"[-+$#]?\d[\d,]*(?:\.\d+)?%?$")
 @dataclass(frozen=True, slots=True)
 class Scan:
     """A text taken apart. lines: verbatim pieces, at most about LONGEST_LINE long. names[i]: the distinct names in lines[i].
-    whole[i]: False when lines[i] goes on in lines[i + 1] (one long line of the text)."""
+    whole[i]: False when lines[i] goes on in lines[i + 1] (one long line of the text). distinct: all names, in order."""
 
     lines: tuple[str, ...]
     names: tuple[tuple[str, ...], ...]
     whole: tuple[bool, ...]
+    distinct: tuple[str, ...]
 
-    @property
-    def distinct(self) -> frozenset[str]:
-        return frozenset(name for names in self.names for name in names)
+
+REMEMBERED_CHARACTERS = 8_000_000
+"""Text whose scans are kept, twice over: about ten long conversations."""
+
+
+class _Scans:
+    """Scans by text, in two generations: when the young one is full it becomes the old one, and the old one is let go."""
+
+    def __init__(self) -> None:
+        self._young: dict[str, Scan] = {}
+        self._old: dict[str, Scan] = {}
+        self._characters = 0
+
+    def get(self, text: str) -> Scan:
+        known = self._young.get(text)
+        if known is None:
+            known = self._old.get(text) or _scan(text)
+            self._characters += len(text)
+            if self._characters > REMEMBERED_CHARACTERS:
+                self._old, self._young, self._characters = self._young, {}, len(text)
+            self._young[text] = known
+        return known
+
+
+_scans = _Scans()
 
 
 def scan(text: str) -> Scan:
-    """The lines of `text` and their names; cached by the text itself."""
-    return _scan(text)
+    """The lines of `text` and their names; remembered by the text itself."""
+    return _scans.get(text)
 
 
-@lru_cache(maxsize=4096)
 def _scan(text: str) -> Scan:
     lines, whole = split_lines(text)
     if not lines:
-        return Scan((), (), ())
+        return Scan((), (), (), ())
     joined = "\n".join(lines)
     names: list[tuple[str, ...]] = []
     found: list[str] = []
@@ -76,7 +97,8 @@ def _scan(text: str) -> Scan:
     names.append(tuple(dict.fromkeys(found)) if found else ())
     if any(mark in joined for mark in '"`“「『《'):
         _add_quoted(joined, names)
-    return Scan(tuple(lines), tuple(names), tuple(whole))
+    distinct = dict.fromkeys(name for found in names for name in found)
+    return Scan(tuple(lines), tuple(names), tuple(whole), tuple(distinct))
 
 
 def _add_quoted(joined: str, names: list[tuple[str, ...]]) -> None:

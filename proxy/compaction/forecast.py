@@ -1,81 +1,142 @@
-"""What will be needed again: the chance that the assistant comes back to each name, from how it was used so far."""
+"""What will be needed again: the chance that the assistant comes back to each name, from how it was used so far.
+
+A logistic function with fixed coefficients, fitted on recorded conversations (tests/benchmarks/fit_weights.py). Features that
+need more than one pass over the mentions (files that belong together, words in common, definitions) brought nothing on
+conversations that were held out.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 from proxy.compaction import entities
+
+Speaker = Literal["words", "call", "asked", "output"]
+"""The assistant's words and its calls; a person; a tool or the world."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mention:
-    """One text of the history in order. turn: how many assistant turns came before it. mine: the assistant wrote it.
-    asked: a person wrote it. call: arguments of a call."""
+    """One text of the history, in order. turn: how many assistant turns there were so far, this one included."""
 
     text: str
     turn: int
-    mine: bool = False
-    asked: bool = False
-    call: bool = False
+    speaker: Speaker
 
 
-@dataclass(slots=True)
 class Use:
-    """How a name was used so far."""
+    """How a name was used so far. messages, times: texts and lines that hold it. mine: texts by the assistant among them.
+    heat, slow: uses by the assistant, older ones counting less. siblings: names in the text that has the fewest."""
 
-    messages: int = 0
-    by_assistant: int = 0
-    last_by_assistant: int = -1
-    first: int = 0
-    last: int = 0
-    siblings: int = 1_000_000
-    asked: bool = False
-    called: bool = False
+    __slots__ = ("first", "heat", "last", "last_mine", "messages", "mine", "siblings", "slow", "times")
+
+    def __init__(self, turn: int) -> None:
+        self.messages = self.mine = self.times = 0
+        self.first = self.last = turn
+        self.last_mine = -1
+        self.heat = self.slow = 0.0
+        self.siblings = 1_000_000
+
+
+FADES = tuple(math.exp(-n / 4) for n in range(120))
+"""What is left of a use after n turns: what the assistant is at just now."""
+SLOW_FADES = tuple(math.exp(-n / 25) for n in range(600))
+"""The same over a longer time: what it has been at for a while."""
 
 
 def uses(mentions: Sequence[Mention]) -> dict[str, Use]:
-    """One pass over the texts."""
+    """How each name was used, in one pass over the texts."""
     found: dict[str, Use] = {}
     for mention in mentions:
-        names = {name for names in entities.scan(mention.text).names for name in names}
-        count = len(names)
-        for name in names:
+        scan = entities.scan(mention.text)
+        count, turn, mine = len(scan.distinct), mention.turn, mention.speaker in ("words", "call")
+        for name in scan.distinct:
             use = found.get(name)
             if use is None:
-                use = found[name] = Use(first=mention.turn)
+                use = found[name] = Use(turn)
             use.messages += 1
-            use.last = mention.turn
+            use.last = turn
             if count < use.siblings:
                 use.siblings = count
-            if mention.mine:
-                use.by_assistant += 1
-                use.last_by_assistant = mention.turn
-                if mention.call:
-                    use.called = True
-            elif mention.asked:
-                use.asked = True
+            if mine:
+                _use(use, turn)
+        for names in scan.names:
+            for name in names:
+                found[name].times += 1
     return found
+
+
+def _use(use: Use, turn: int) -> None:
+    gap = turn - use.last_mine if use.last_mine >= 0 else 0
+    use.heat = use.heat * FADES[min(gap, 119)] + 1
+    use.slow = use.slow * SLOW_FADES[min(gap, 599)] + 1
+    use.last_mine = turn
+    use.mine += 1
+
+
+KINDS = ("path", "file", "name", "error", "number", "hash", "id", "quoted")
+FEATURES = (
+    "bias", "messages", "mine", "never_mine", "age", "span", "siblings", "heat", "slow", "unused_fresh", "words", "times", *KINDS,
+)  # fmt: skip
+WEIGHTS = (
+    -2.569, -0.347, 0.519, -0.475, -0.125, 0.180, -0.341, 1.817, 0.381, 0.997, -0.165, 0.193,
+    0.419, 0.190, 0.281, 1.036, -0.598, -0.518, -0.298, -0.302,
+)  # fmt: skip
+_KIND_WEIGHTS = dict(zip(KINDS, WEIGHTS[-len(KINDS) :], strict=True))
 
 
 def needs(mentions: Sequence[Mention]) -> dict[str, float]:
     """What each name is worth: its rarity times the chance that it will be needed."""
-    found = uses(mentions)
     total = max(1, len(mentions))
     now = mentions[-1].turn if mentions else 0
-    return {name: math.log1p(total / use.messages) * chance(name, use, now) for name, use in found.items()}
+    rarity = [0.0, *(math.log1p(total / n) for n in range(1, total + 1))]
+    return {name: rarity[use.messages] * chance(name, use, now) for name, use in uses(mentions).items()}
 
 
 def chance(name: str, use: Use, now: int) -> float:
-    """The probability, by a logistic function."""
-    age = math.log1p(now - use.last_by_assistant) if use.last_by_assistant >= 0 else 4.0
-    score = (
-        -2.2 + 0.6 * math.log1p(use.messages) + 0.7 * math.log1p(use.by_assistant) - 0.5 * age - 0.25 * math.log1p(use.siblings)
-    )
-    score += -0.3 * math.log1p(now - use.last)
-    kind = entities.kind(name)
-    score += {"path": 0.8, "file": 0.8, "name": 0.3, "number": -0.6, "quoted": -0.8}.get(kind, 0.0)
-    if not use.by_assistant and not use.asked:
-        score -= 0.8
+    """The probability that the assistant will use the name again."""
+    score = _KIND_WEIGHTS.get(entities.kind(name), 0.0) + WEIGHTS[10] * _log_words(name)
+    for weight, value in zip(WEIGHTS, _history(use, now), strict=False):
+        score += weight * value
+    score += WEIGHTS[11] * _log(use.times / use.messages)
     return 1 / (1 + math.exp(-score))
+
+
+def features(name: str, use: Use, now: int) -> tuple[float, ...]:
+    """The values that WEIGHTS stand for, in the order of FEATURES: for fitting."""
+    kind = entities.kind(name)
+    return (*_history(use, now), _log_words(name), _log(use.times / use.messages), *(float(kind == other) for other in KINDS))
+
+
+_log = math.log1p
+
+
+def _history(use: Use, now: int) -> tuple[float, ...]:
+    never = use.last_mine < 0
+    gap = now - use.last_mine
+    return (
+        1.0,
+        _log(use.messages),
+        _log(use.mine),
+        float(never),
+        _log(now - use.last),
+        _log(use.last - use.first),
+        _log(use.siblings),
+        0.0 if never else _log(use.heat * FADES[min(gap, 119)]),
+        0.0 if never else _log(use.slow * SLOW_FADES[min(gap, 599)]),
+        float(never and now - use.last <= 2),
+    )
+
+
+_SUBWORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]{2,}|\d{3,}")
+
+
+@lru_cache(maxsize=65536)
+def _log_words(name: str) -> float:
+    """Logarithm of one more than the distinct words that a name is made of."""
+    return _log(len({word.lower() for word in _SUBWORD.findall(name) if len(word) > 2}))

@@ -14,7 +14,7 @@ from typing import Literal
 
 from proxy.compaction import entities, graphemes, signals
 from proxy.compaction.voices import Voice, voices
-from proxy.conversation import Message, Step, ToolCall
+from proxy.conversation import Step, ToolCall
 from proxy.tokens import Ruler
 
 Style = Literal["detailed", "brief", "blocks", "json"]
@@ -107,120 +107,141 @@ EMPTY = Ledger()
 
 def extract(steps: Sequence[Step], previous: Ledger = EMPTY) -> Ledger:
     """`previous` with everything that these newly folded steps add. Deterministic; nothing that may not be evicted is lost."""
-    speaking = voices(steps)
-    ledger = previous
-    for step, voice in zip(steps, speaking, strict=True):
-        ledger = _add(ledger, step, voice)
-    return _evict(replace(ledger, folded_messages=ledger.folded_messages + sum(len(step.messages) for step in steps)))
+    draft = _Draft(previous)
+    for step, voice in zip(steps, voices(steps), strict=True):
+        draft.add(step, voice)
+    return draft.finished()
 
 
-def _add(ledger: Ledger, step: Step, voice: Voice) -> Ledger:
-    text = step.head.text
-    match voice:
-        case "request":
-            return _add_request(ledger, text)
-        case "assistant":
-            return _add_turn(ledger, step)
-        case "observation" | "results":
-            last = ledger.commands[-1] if ledger.commands else None
-            return _add_failures(ledger, text, f"{last.tool} {last.arguments}".strip() if last else "")
-        case _:
-            return ledger
+class _Draft:
+    """A ledger while steps are read into it: dictionaries keep the order of the newest mention."""
 
+    def __init__(self, previous: Ledger) -> None:
+        self.previous = previous
+        self.goal = previous.goal
+        self.requests = {request.text: request.answered for request in previous.user_requests}
+        self.constraints = dict.fromkeys(previous.constraints)
+        self.errors = {failure.signature: failure for failure in previous.errors}
+        self.decisions = dict.fromkeys(previous.decisions)
+        self.conclusions = dict.fromkeys(previous.conclusions)
+        self.files = {use.path: use.operations for use in previous.files}
+        self.commands = {(command.tool, command.arguments): command.outcome for command in previous.commands}
+        self.entities = dict.fromkeys(previous.entities)
+        self.tools = dict.fromkeys(previous.tools)
+        self.active_task, self.next_step = previous.active_task, previous.next_step
+        self.unresolved = {failure.command for failure in previous.errors if failure.resolved_by is None and failure.command}
+        self.latest_command = ""
+        self.messages = previous.folded_messages
 
-def _add_request(ledger: Ledger, text: str) -> Ledger:
-    if not text.strip():
-        return ledger
-    quoted = shortened(text.strip(), LONGEST_REQUEST)
-    known = tuple(request for request in ledger.user_requests if request.text != quoted)
-    found = tuple(quote for quote in signals.constraints(text) if quote not in ledger.constraints)
-    return replace(
-        ledger,
-        goal=ledger.goal or shortened(text.strip(), LONGEST_GOAL),
-        user_requests=(*known, Request(quoted)),
-        constraints=ledger.constraints + tuple(dict.fromkeys(found)),
-        active_task=signals.requests(text)[-1] if signals.requests(text) else ledger.active_task,
-    )
+    def add(self, step: Step, voice: Voice) -> None:
+        self.messages += len(step.messages)
+        match voice:
+            case "request":
+                self._add_request(step.head.text)
+            case "assistant":
+                self._add_turn(step)
+            case "observation" | "results":
+                self._add_failures(step.head.text, self.latest_command)
+            case _:
+                pass
 
-
-def _add_turn(ledger: Ledger, step: Step) -> Ledger:
-    text = step.head.text
-    ledger = _add_words(ledger, text, ends=not step.head.calls)
-    for position, call in enumerate(step.head.calls):
-        result = step.results[position] if position < len(step.results) else None
-        ledger = _add_call(ledger, call, result)
-    for result in step.results[len(step.head.calls) :]:
-        ledger = _add_failures(ledger, result.text, "")
-    return ledger
-
-
-def _add_words(ledger: Ledger, text: str, *, ends: bool) -> Ledger:
-    if not text.strip():
-        return ledger
-    decided = tuple(quote for quote in signals.decisions(text)[:3] if quote not in ledger.decisions)
-    concluded = signals.conclusion(text) if ends else ""
-    requests = ledger.user_requests
-    if ends and requests and not requests[-1].answered:
-        # What was asked before the newest request is settled once an answer without calls follows it.
-        requests = (
-            *(replace(request, answered=True) for request in requests[:-1]),
-            replace(requests[-1], answered=not text.rstrip().endswith(("?", "？"))),
-        )
-    return replace(
-        ledger,
-        decisions=(ledger.decisions + decided)[-MOST_FINDINGS:],
-        conclusions=(*(c for c in ledger.conclusions if c != concluded), concluded)[-MOST_FINDINGS:]
-        if concluded
-        else ledger.conclusions,
-        user_requests=requests,
-        next_step=signals.next_step(text) or ledger.next_step,
-    )
-
-
-def _add_call(ledger: Ledger, call: ToolCall, result: Message | None) -> Ledger:
-    arguments = call_line(call, LONGEST_ARGUMENTS)
-    command = f"{call.name} {arguments}".strip()
-    text = result.text if result is not None else ""
-    failed = any(map(signals.is_error_line, text.split("\n")[:400])) if text else False
-    outcome = "" if result is None else "error" if failed else "ok"
-    entry = Command(call.name, arguments, outcome)
-    ledger = replace(
-        ledger,
-        commands=(*(known for known in ledger.commands if (known.tool, known.arguments) != (call.name, arguments)), entry),
-        tools=ledger.tools if call.name in ledger.tools else (*ledger.tools, call.name),
-        files=_with_files(ledger.files, call),
-        entities=_with_entities(ledger.entities, call),
-    )
-    if failed:
-        return _add_failures(ledger, text, command)
-    return _resolve(ledger, command) if outcome == "ok" else ledger
-
-
-def _add_failures(ledger: Ledger, text: str, command: str) -> Ledger:
-    errors = {failure.signature: failure for failure in ledger.errors}
-    for line in signals.error_lines(text):
-        quoted = shortened(line.strip(), signals.LONGEST_ERROR_LINE)
-        signature = error_signature(quoted)
-        known = errors.pop(signature, None)
-        if known is None:
-            errors[signature] = Failure(signature, quoted, quoted, command)
-        else:
-            errors[signature] = replace(
-                known, last=quoted, command=command or known.command, count=known.count + 1, resolved_by=None
+    def finished(self) -> Ledger:
+        return _evict(
+            Ledger(
+                goal=self.goal,
+                user_requests=tuple(Request(text, answered) for text, answered in self.requests.items()),
+                constraints=tuple(self.constraints),
+                errors=tuple(self.errors.values()),
+                decisions=tuple(self.decisions)[-MOST_FINDINGS:],
+                conclusions=tuple(self.conclusions)[-MOST_FINDINGS:],
+                files=tuple(FileUse(path, operations) for path, operations in self.files.items()),
+                commands=tuple(Command(tool, arguments, outcome) for (tool, arguments), outcome in self.commands.items()),
+                entities=tuple(self.entities)[-MOST_ENTITIES:],
+                tools=tuple(self.tools),
+                active_task=self.active_task,
+                next_step=self.next_step,
+                folded_messages=self.messages,
+                folded_tokens=self.previous.folded_tokens,
             )
-    return replace(ledger, errors=tuple(errors.values()))
+        )
 
+    def _add_request(self, text: str) -> None:
+        if not text.strip():
+            return
+        quoted = shortened(text.strip(), LONGEST_REQUEST)
+        self.goal = self.goal or shortened(text.strip(), LONGEST_GOAL)
+        self.requests.pop(quoted, None)
+        self.requests[quoted] = False
+        self.constraints.update(dict.fromkeys(signals.constraints(quoted)))
+        asked = signals.requests(quoted)
+        if asked:
+            self.active_task = asked[-1]
 
-def _resolve(ledger: Ledger, command: str) -> Ledger:
-    if not any(failure.command == command and failure.resolved_by is None for failure in ledger.errors):
-        return ledger
-    return replace(
-        ledger,
-        errors=tuple(
-            replace(failure, resolved_by=command) if failure.command == command and failure.resolved_by is None else failure
-            for failure in ledger.errors
-        ),
-    )
+    def _add_turn(self, step: Step) -> None:
+        self._add_words(step.head.text, ends=not step.head.calls)
+        for position, call in enumerate(step.head.calls):
+            self._add_call(call, step.results[position].text if position < len(step.results) else None)
+        for result in step.results[len(step.head.calls) :]:
+            self._add_failures(result.text, "")
+
+    def _add_words(self, text: str, *, ends: bool) -> None:
+        if not text.strip():
+            return
+        self.decisions.update(dict.fromkeys(signals.decisions(text)[:3]))
+        self.next_step = signals.next_step(text) or self.next_step
+        if not ends:
+            return
+        concluded = signals.conclusion(text)
+        if concluded:
+            self.conclusions.pop(concluded, None)
+            self.conclusions[concluded] = None
+        # What was asked is settled once an answer without calls follows it, unless that answer asks back.
+        settled = not text.rstrip().endswith(("?", "？"))
+        newest = next(reversed(self.requests), None)
+        for request in self.requests:
+            self.requests[request] = self.requests[request] or request != newest or settled
+
+    def _add_call(self, call: ToolCall, result: str | None) -> None:
+        arguments = call_line(call, LONGEST_ARGUMENTS)
+        command = self.latest_command = f"{call.name} {arguments}".strip()
+        failed = bool(result) and bool(signals.error_lines(result or ""))
+        self.commands.pop((call.name, arguments), None)
+        self.commands[call.name, arguments] = "" if result is None else "error" if failed else "ok"
+        self.tools[call.name] = None
+        self._add_files(call)
+        for name in names_of(call_line(call, 400)):
+            if entities.kind(name) in ("id", "hash", "url", "number") and len(name) <= 120:
+                self.entities.pop(name, None)
+                self.entities[name] = None
+        if failed:
+            self._add_failures(result or "", command)
+        elif result is not None and command in self.unresolved:
+            self._resolve(command)
+
+    def _add_failures(self, text: str, command: str) -> None:
+        for line in signals.error_lines(text):
+            quoted = line.strip()
+            signature = error_signature(quoted)
+            known = self.errors.pop(signature, None)
+            if known is None:
+                self.errors[signature] = Failure(signature, quoted, quoted, command)
+            else:
+                by = command or known.command
+                self.errors[signature] = replace(known, last=quoted, command=by, count=known.count + 1, resolved_by=None)
+            if command:
+                self.unresolved.add(command)
+
+    def _resolve(self, command: str) -> None:
+        self.unresolved.discard(command)
+        for signature, failure in self.errors.items():
+            if failure.command == command and failure.resolved_by is None:
+                self.errors[signature] = replace(failure, resolved_by=command)
+
+    def _add_files(self, call: ToolCall) -> None:
+        operation, paths = files_of(call)
+        for path in paths:
+            operations = self.files.pop(path, ())
+            self.files[path] = operations if operation in operations else (*operations, operation)
 
 
 _DIGITS = re.compile(r"0x[0-9a-f]+|\d+|\s+", re.I)
@@ -236,37 +257,20 @@ _READS = re.compile(r"read|view|open|cat|show|get|fetch|load|grep|search|find|li
 _PATH_KEYS = ("path", "file_path", "filepath", "file", "filename", "target_file", "notebook_path", "uri", "relative_path")
 
 
-def _with_files(files: tuple[FileUse, ...], call: ToolCall) -> tuple[FileUse, ...]:
+def files_of(call: ToolCall) -> tuple[str, tuple[str, ...]]:
+    """What a call does (`edit`, `read`, `run`) and the files that it names."""
     arguments = arguments_of(call)
-    operation = "edit" if _EDITS.search(call.name) or arguments.get("command") in ("create", "str_replace", "insert") else "read"
-    if (
-        operation == "read"
-        and not _READS.search(call.name)
-        and "command" in arguments
-        and not any(key in arguments for key in _PATH_KEYS)
-    ):
-        operation = "run"
-    named = [value for key in _PATH_KEYS if isinstance(value := arguments.get(key), str) and value]
-    if not named and operation == "run":
-        named = [name for name in _names(str(arguments["command"])) if entities.kind(name) in ("path", "file")][:4]
-    known = {use.path: use for use in files}
-    for path in named:
-        use = known.pop(path, FileUse(path, ()))
-        known[path] = use if operation in use.operations else replace(use, operations=(*use.operations, operation))
-    return tuple(known.values())
+    named = tuple(value for key in _PATH_KEYS if isinstance(value := arguments.get(key), str) and value)
+    if _EDITS.search(call.name) or arguments.get("command") in ("create", "str_replace", "insert"):
+        return "edit", named
+    if named or _READS.search(call.name) or "command" not in arguments:
+        return "read", named
+    found = [name for name in names_of(str(arguments["command"])[:2_000]) if entities.kind(name) in ("path", "file")]
+    return "run", tuple(found[:4])
 
 
-def _with_entities(known: tuple[str, ...], call: ToolCall) -> tuple[str, ...]:
-    line = call_line(call, 400)
-    found = [name for name in _names(line) if entities.kind(name) in ("id", "hash", "url", "number") and len(name) <= 120]
-    if not found:
-        return known
-    fresh = set(found)
-    return (*(name for name in known if name not in fresh), *dict.fromkeys(found))[-MOST_ENTITIES:]
-
-
-def _names(text: str) -> Iterable[str]:
-    return dict.fromkeys(name for names in entities.scan(text).names for name in names)
+def names_of(text: str) -> tuple[str, ...]:
+    return entities.scan(text).distinct
 
 
 def arguments_of(call: ToolCall) -> dict[str, object]:

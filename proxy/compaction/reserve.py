@@ -19,7 +19,7 @@ ERRORS_SHARE, ERRORS = 0.20, 8
 """The newest error lines, whatever they cost up to the share."""
 MORE_ERRORS_SHARE, MORE_ERRORS = 0.06, 30
 CONSTRAINTS_SHARE = 0.15
-NOTES_SHARE = 0.05
+NOTES_SHARE = 0.03
 """Next step, edited files, decisions, resolved errors: what the lines of the digest mostly show anyway."""
 
 
