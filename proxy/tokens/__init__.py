@@ -54,9 +54,10 @@ class Ruler(Protocol):
         """Tokens of the whole request with these messages: the number that must fit."""
         ...
 
-    def cold_bytes(self, messages: Sequence[Message]) -> int:
+    def cold_bytes(self, messages: Sequence[Message], enough: int | None = None) -> int:
         """UTF-8 bytes of text that `total` would have to tokenize now, because they were not counted before.
 
-        For the caller to decide whether it counts here or in a worker thread; costs look-ups only.
+        For the caller to decide whether it counts here or in a worker thread; costs look-ups only. enough: the search may
+        end once it has found more than this.
         """
         ...

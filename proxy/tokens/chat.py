@@ -105,15 +105,26 @@ class ChatRuler:
             return self._call(part)
         return self._opaque(part) if isinstance(part, Opaque) else self._words.count(part.text)
 
-    def cold_bytes(self, messages: Sequence[Message]) -> int:
-        """UTF-8 bytes of text that a `total` of these messages would have to tokenize now."""
+    def cold_bytes(self, messages: Sequence[Message], enough: int | None = None) -> int:
+        """UTF-8 bytes of text that a `total` of these messages would have to tokenize now; looks no further than `enough`."""
         cold = sum(len(raw) for _, _, *raws in self._unknown_fields() for raw in raws)
         if cold > FIELDS_AT_ONCE:
             # What a message costs depends on the wanted format, which is too big to be read here.
             return cold + sum(utf8_size(text) for message in messages for text in _texts(message))
-        cold += sum(self._cold(step) for step in steps(messages) if (self._tag, step) not in _STEPS)
-        thoughts = (part.raw for index in self._thinking(messages) for part in _reasoning(messages[index]))
-        return cold + sum(len(raw) for raw in thoughts if (self.rules.encoding, raw) not in _THOUGHTS)
+        for size in self._cold_sizes(messages):
+            cold += size
+            if enough is not None and cold > enough:
+                break
+        return cold
+
+    def _cold_sizes(self, messages: Sequence[Message]) -> Iterator[int]:
+        for step in steps(messages):
+            if (self._tag, step) not in _STEPS:
+                yield sum(utf8_size(text) for message in step for text in _texts(message) if not self._words.knows(text))
+        for index in self._thinking(messages):
+            for part in _reasoning(messages[index]):
+                if (self.rules.encoding, part.raw) not in _THOUGHTS:
+                    yield len(part.raw)
 
     def _unknown_fields(self) -> Iterator[FieldKey]:
         return (key for key in (self._tools_key, self._format_key) if any(key[2:]) and key not in _FIELDS)
@@ -127,9 +138,6 @@ class ChatRuler:
             cost = sum(cost for _, cost in self.costs(step))
             _STEPS.put(key, cost, sum(map(_size, step)))
         return cost
-
-    def _cold(self, step: Step) -> int:
-        return sum(utf8_size(text) for message in step for text in _texts(message) if not self._words.knows(text))
 
     def costs(self, step: Step) -> Iterator[tuple[int, int]]:
         """(index in the step, tokens) of everything in it."""
@@ -381,15 +389,11 @@ def _texts(message: Message) -> Iterator[str]:
 
 
 def _size(message: Message) -> int:
-    total = 400
-    for part in message.parts:
-        if isinstance(part, ToolCall):
-            total += len(part.arguments)
-        elif isinstance(part, Opaque):
-            total += len(part.raw)
-        else:
-            total += len(part.text)
-    return total
+    """Bytes that remembering this message keeps alive, about."""
+    return 400 + sum(
+        (part.raw if isinstance(part, Opaque) else part.arguments if isinstance(part, ToolCall) else part.text).__sizeof__()
+        for part in message.parts
+    )
 
 
 def _called(message: Message, index: int, calls: tuple[ToolCall, ...]) -> str:

@@ -58,8 +58,8 @@ SLICE = 100_000
 SEARCH = 2_000
 """How far back from the end of a slice a word boundary is looked for: longer words than this are not words."""
 
-REMEMBERED_BYTES = 16 * 2**20
-"""Per encoding: the strings of about twenty long conversations."""
+REMEMBERED_BYTES = 8 * 2**20
+"""Per encoding: the strings of about ten long conversations, for messages that come back edited."""
 
 _BOUNDARY = re.compile(r"[^\s] (?=[^\W\d_])")
 

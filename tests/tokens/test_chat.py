@@ -276,6 +276,13 @@ def test_bytes_still_to_be_counted_are_known_beforehand(parsed: Callable[..., An
     assert rule.cold_bytes(messages) == 0
 
 
+def test_the_search_for_what_is_cold_ends_when_it_has_found_enough(parsed: Callable[..., Any]) -> None:
+    rule, messages = parsed([user(f"{number} never counted " + "before " * 500) for number in range(40)])
+
+    assert 10_000 < rule.cold_bytes(messages, enough=10_000) < 14_000
+    assert rule.cold_bytes(messages, enough=10**9) == rule.cold_bytes(messages) > 140_000
+
+
 def test_tools_and_formats_are_part_of_what_is_still_to_be_counted(parsed: Callable[..., Any]) -> None:
     tools = [{"type": "function", "function": {"name": f"unheard_of_{i}", "description": "word " * 50}} for i in range(200)]
     rule, messages = parsed([user("hi")], tools=tools, response_format=FORMAT)
