@@ -51,6 +51,8 @@ RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
 """Of what was refused, when the upstream did not say how much it takes."""
+REPLAY_SHARE = 0.6
+"""Of the deadline: what going through a history again may take; one event from what came is left the rest."""
 LEAST_GAIN = 0.95
 """Of what came: an event that leaves more is not worth a broken prompt cache."""
 
@@ -302,33 +304,32 @@ class Compactor:
         seed = namespace(self._secret, measured.credential, self._fingerprint, measured.model, str(steady.window))
         linked = chain(conversation, seed, self._digests)
         found = await self._store.get_longest(linked.keys)
-        stop = self._stop()
-        walk = _Walk(self, measured, steady, linked, found, mode, stop)
+        walk = _Walk(self, measured, steady, linked, found, mode, self._stop(REPLAY_SHARE))
         try:
             replayed: Replayed | None = walk.looking()
         except _EventDue:
             replayed = await self._within(walk.working)
         if replayed is None or not replayed.complete:
-            return measured.decided("none", "deadline", before)
+            return await self._squeeze(measured, aim, before, mode)
         for key, checkpoint in replayed.made:
             await self._store.put_if_absent(key, checkpoint)
         forwarded = replayed.conversation
         after = before if forwarded is conversation else await self._total(measured.ruler, forwarded)
-        if after > aim.usable:
-            return await self._squeeze(measured, aim, before, after, replayed, walk, mode)
-        return self._resumed(measured, before, after, replayed, walk, mode)
+        decision = self._resumed(measured, before, after, replayed, walk, mode)
+        if after <= aim.usable:
+            return decision
+        squeezed = await self._squeeze(measured, aim, before, mode)
+        return replace(decision, reason=squeezed.reason) if squeezed.after == before and after < before else squeezed
 
-    async def _squeeze(
-        self, measured: Measured, aim: Budget, before: int, after: int, replayed: Replayed, walk: _Walk, mode: Mode
-    ) -> Decision:
-        """What does not fit by what answers have taught, although the steady measure has nothing to do: the last resort too."""
+    async def _squeeze(self, measured: Measured, aim: Budget, before: int, mode: Mode) -> Decision:
+        """One event from what came, with the last resort: for what does not fit by what answers have taught although the
+        steady measure is content, and for a history that is too long to be gone through in time."""
         result = await self._within(self._last_resort(measured.request.conversation, aim))
-        if result is not None and result.tokens_after <= aim.usable and result.tokens_after < before:
-            return self._applied(measured, before, result, mode)
-        reason = "deadline" if result is None else "floor"
-        if after < before:
-            return replace(self._resumed(measured, before, after, replayed, walk, mode), reason=reason)
-        return replace(measured.decided("none", reason, before), result=result)
+        if result is None or (result.reason == "deadline" and result.tokens_after > aim.usable):
+            return measured.decided("none", "deadline", before)
+        if result.tokens_after > aim.usable or result.tokens_after >= before:
+            return replace(measured.decided("none", "floor" if before > aim.usable else "no_gain", before), result=result)
+        return self._applied(measured, before, result, mode)
 
     def _resumed(self, measured: Measured, before: int, after: int, replayed: Replayed, walk: _Walk, mode: Mode) -> Decision:
         """What was found or made on the way, as a decision."""
@@ -379,8 +380,8 @@ class Compactor:
         stop = self._stop()
         return lambda: compact(conversation, aim, self._layers, stop=stop, hard=True, rules=self._rules)
 
-    def _stop(self) -> Callable[[], bool]:
-        limit = time.monotonic() + self._marks.timeout
+    def _stop(self, share: float = 1.0) -> Callable[[], bool]:
+        limit = time.monotonic() + self._marks.timeout * share
         return lambda: time.monotonic() > limit
 
     async def _within(self, work: Callable[[], T]) -> T | None:
