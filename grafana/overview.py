@@ -551,7 +551,12 @@ def figure(panel: Figure) -> stat.Panel:
 
 
 def course(panel: Course) -> timeseries.Panel:
-    legend = common.VizLegendOptions().display_mode(LegendDisplayMode.TABLE).placement(LegendPlacement.BOTTOM)
+    legend = common.VizLegendOptions().show_legend(True)
+    if panel.width == 12:  # room for a table at the side, the largest first
+        legend = legend.display_mode(LegendDisplayMode.TABLE).placement(LegendPlacement.RIGHT).calcs(["mean", "max"])
+        legend = legend.sort_by("Mean").sort_desc(True)
+    else:
+        legend = legend.display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
     built = (
         timeseries.Panel()
         .title(panel.title)
@@ -565,7 +570,7 @@ def course(panel: Course) -> timeseries.Panel:
         .line_width(1)
         .fill_opacity(40 if panel.stacked else 10)
         .show_points(VisibilityMode.NEVER)
-        .legend(legend.show_legend(True).calcs(["mean", "max"]))
+        .legend(legend)
         .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
     )
     if panel.stacked:

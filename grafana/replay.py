@@ -36,12 +36,12 @@ ROOT = Path(__file__).parents[1]
 Messages = list[dict[str, Any]]
 
 MODELS = {
-    "gpt-4o": {"window": 24_000, "price": {"input": 2.5, "cached_input": 1.25, "output": 10.0}},
-    "gpt-4o-mini": {"window": 12_000, "price": {"input": 0.15, "cached_input": 0.075, "output": 0.6}},
+    "gpt-4o": {"window": 32_000, "price": {"input": 2.5, "cached_input": 1.25, "output": 10.0}},
+    "gpt-4o-mini": {"window": 20_000, "price": {"input": 0.15, "cached_input": 0.075, "output": 0.6}},
     "qwen-coder": {"window": 16_000, "reserve": 1_024},
 }
 """As the proxy is told. The act refuses qwen-coder from 11,000 tokens on: a limit that the proxy has to learn."""
-LIMITS = {"gpt-4o": 24_000, "gpt-4o-mini": 12_000, "qwen-coder": 11_000}
+LIMITS = {"gpt-4o": 32_000, "gpt-4o-mini": 20_000, "qwen-coder": 11_000}
 NAMES = ("gpt-4o", "gpt-4o-mini", "qwen-coder", "gpt-4o", "new-model", "gpt-4o-mini", "gpt-4o", "qwen-coder", "gpt-4o")
 SUMMARY_MODEL = "gpt-4o-mini"
 WORDS = ["Reading", "the", "next", "file", "now,", "then", "I", "run", "the", "tests", "again."]

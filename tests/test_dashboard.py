@@ -223,3 +223,12 @@ def test_the_alerts_are_those_of_the_catalogue() -> None:
         "TokenCountDrift",
         "TokenizerDegraded",
     ]
+
+
+def test_the_picture_shows_rows_that_are_there_without_a_gap() -> None:
+    source = (ROOT / "grafana/picture.py").read_text()
+    (listed,) = re.findall(r"^SHOWN = \(([^)]*)\)", source, flags=re.MULTILINE)
+    shown = re.findall(r'"([^"]+)"', listed)
+    rows = [panel["title"] for panel in BOARD["panels"] if panel["type"] == "row"]
+
+    assert rows[: len(shown)] == shown
