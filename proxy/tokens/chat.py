@@ -169,7 +169,9 @@ class ChatRuler:
 
     def _call(self, call: ToolCall) -> int:
         count = self._words.count
-        return 4 + count(f" to=functions.{call.name}") + count(_compact(call.arguments))
+        arguments = _compact(call.arguments)
+        # On record, gpt-5 sees one token more where there is nothing in the braces.
+        return 4 + count(f" to=functions.{call.name}") + count(arguments) + (self.rules.gpt5 and arguments == "{}")
 
     def _result(self, message: Message, name: str) -> int:
         count = self._words.count
@@ -209,7 +211,12 @@ class ChatRuler:
 
     @cached_property
     def _tools_key(self) -> FieldKey:
-        return "tools", self.rules.encoding, self.fields.get("tools", b""), self.fields.get("functions", b"")
+        return (
+            "gpt-5 tools" if self.rules.gpt5 else "tools",
+            self.rules.encoding,
+            self.fields.get("tools", b""),
+            self.fields.get("functions", b""),
+        )
 
     @cached_property
     def _format_key(self) -> FieldKey:
@@ -223,7 +230,7 @@ class ChatRuler:
     def _offered(self) -> int:
         """Tokens of the tools as the model reads them."""
         _, _, offered, legacy = self._tools_key
-        return self._remembered(self._tools_key, lambda: _tools_tokens(self._words, offered, legacy))
+        return self._remembered(self._tools_key, lambda: _tools_tokens(self._words, offered, legacy, self.rules.gpt5))
 
     def _remembered(self, key: FieldKey, count: Callable[[], int]) -> int:
         if not any(key[2:]):
@@ -352,14 +359,17 @@ def ruler(
     return ChatRuler(family(model, encoding), fields, calibration or EXACT)
 
 
-def _tools_tokens(words: Vocabulary, offered: bytes, legacy: bytes) -> int:
+def _tools_tokens(words: Vocabulary, offered: bytes, legacy: bytes, gpt5: bool) -> int:
     """Tokens of decoded tools: functions as TypeScript, what else there is as its JSON."""
     decoded = _json(offered)
     size = len(offered) + len(legacy)
     try:
         named = tools.functions(decoded, _json(legacy))
         others = sum(words.count(minimal(other)) for other in tools.others(decoded))
-        return others + (words.count(tools.render(named, MOST_WRITTEN * size)) if named else 0)
+        if not named:
+            return others
+        # On record, the heading of gpt-5 takes one token less when no comment follows it.
+        return others + words.count(tools.render(named, MOST_WRITTEN * size)) - (gpt5 and not named[0].get("description"))
     except RecursionError:
         return -(-size // 3)
 
