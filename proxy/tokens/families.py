@@ -9,7 +9,8 @@ from functools import lru_cache
 from proxy.tokens import images
 from proxy.tokens.vocabulary import CL100K, ENCODINGS, HARMONY, O200K
 
-LONGEST_NAME = 128
+LONGEST_GIVEN, LONGEST_NAME = 512, 128
+"""Characters of a name as clients write it, the end of which counts, and of what is left of it."""
 
 _OPENAI = re.compile(r"gpt-|chatgpt|o[134](-|$)|codex")
 _REASONING = re.compile(r"gpt-5|o[134](-|$)|codex")
@@ -43,17 +44,11 @@ class Family:
         return f"{self.encoding}/{''.join(str(int(flag)) for flag in flags)}/{self.rate}"
 
 
-@lru_cache(maxsize=1024)
 def bare_name(model: str) -> str:
     """The model's own name in lower case: without provider prefixes, deployment paths, fine-tune suffixes and dates."""
-    name = model[:1024].strip().lower().rstrip("/").rsplit("/", 1)[-1]
-    name = name.removeprefix("ft:").removeprefix("openai.").removeprefix("azure.")
-    if _OPENAI.match(name) and not name.startswith("gpt-oss"):
-        name = name.split(":", 1)[0]
-    return _DATE.sub("", name)[:LONGEST_NAME]
+    return _bare_name(model[-LONGEST_GIVEN:])
 
 
-@lru_cache(maxsize=1024)
 def encoding_name(model: str) -> str:
     """The encoding of a model, by its name; o200k_base where nothing better is known."""
     name = bare_name(model)
@@ -62,13 +57,25 @@ def encoding_name(model: str) -> str:
     return CL100K if _OLDER.match(name) else O200K
 
 
-@lru_cache(maxsize=1024)
 def family(model: str, encoding: str | None = None) -> Family:
     """The rules that a model name gets, those of gpt-4o where nothing better is known. `encoding`: counted with instead."""
-    name = bare_name(model)
+    return _family(bare_name(model), encoding if encoding in ENCODINGS else encoding_name(model))
+
+
+@lru_cache(maxsize=1024)
+def _bare_name(model: str) -> str:
+    name = model.strip().lower().rstrip("/").rsplit("/", 1)[-1]
+    name = name.removeprefix("ft:").removeprefix("openai.").removeprefix("azure.")
+    if _OPENAI.match(name) and not name.startswith("gpt-oss"):
+        name = name.split(":", 1)[0]
+    return _DATE.sub("", name)[:LONGEST_NAME]
+
+
+@lru_cache(maxsize=1024)
+def _family(name: str, encoding: str) -> Family:
     reasoning = bool(_REASONING.match(name))
     return Family(
-        encoding=encoding if encoding in ENCODINGS else encoding_name(model),
+        encoding=encoding,
         openai=bool(_OPENAI.match(name)) and not name.startswith("gpt-oss"),
         reasoning=reasoning,
         gpt5=reasoning and "gpt-5" in name,
