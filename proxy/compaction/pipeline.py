@@ -20,7 +20,7 @@ from proxy.windows import Budget
 Repair = Callable[[Conversation, Sequence[str], Budget], Conversation]
 """Puts lines that got lost back, word by word."""
 
-_QUOTES = 0.08  # of the target: what quotes of critical facts may take
+_QUOTES = 0.08  # of the target: what quotes of critical facts may take, but never more than half of what the floor leaves
 _BYTES_PER_TOKEN = 3
 _SLACK = 0.2  # of the target: above the floor, when the floor comes near the target
 _HEAVY = 0.5  # of what the rest of the floor leaves of the target: a newest step beyond it leaves no room
@@ -189,13 +189,15 @@ class _Event:
         """What critical facts the layer lost is put back; when that cannot be, the layer is refused (the last resort is not)."""
         last_resort = is_last_resort(layer)
         if self._needles is None:
-            self._needles = needles(self._came, int(self._budget.target * _QUOTES * _BYTES_PER_TOKEN))
+            room = min(_QUOTES * self._budget.target, (self._budget.target - self._floor) / 2)
+            self._needles = needles(self._came, int(room * _BYTES_PER_TOKEN))
         limit = self._budget.usable if last_resort else state.tokens - 1
         made, tokens, lost, repaired = self._mended(layer, begin, made, tokens, limit)
         if tokens >= state.tokens:
             return _noted(state, layer, refused="size")
-        if lost and not last_resort:
-            return _noted(state, layer, refused=f"lost_{lost[0].kind}")
+        fatal = [needle.kind for needle in lost if needle.kind != "reference"]
+        if fatal and not last_resort:
+            return _noted(state, layer, refused=f"lost_{fatal[0]}")
         reports = state.reports if begin is state.conversation else self._superseded(state.reports, begin)
         start = state.tokens if begin is state.conversation else self._budget.ruler.total(begin.messages)
         report = LayerReport(layer.name, start, tokens, touched=touched(begin, made))

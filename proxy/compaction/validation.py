@@ -160,10 +160,12 @@ class Needle:
     kind: str
     quote: str
     source: Message
+    name: str | None = None
+    """Of a reference: what must be found, beside the live turn that refers to it; the quote is a line that says what it is."""
 
     @property
     def key(self) -> str:
-        return _squeezed(self.quote)
+        return _squeezed(self.name or self.quote)
 
 
 _TROUBLE = re.compile(
@@ -211,8 +213,18 @@ def missing(wanted: Iterable[Needle], after: Conversation) -> list[Needle]:
     gone = [needle for needle in wanted if id(needle.source) not in kept]
     if not gone:
         return []
-    text = _squeezed("\n".join(_everything(message) for message in reversed(after.messages)))
-    return [needle for needle in gone if needle.key not in text]
+    live = {id(message) for message in _live_turn(after)}
+    history = _squeezed("\n".join(_everything(message) for message in after.messages if id(message) not in live))
+    text = history + _squeezed("\n".join(_everything(message) for message in after.messages if id(message) in live))
+    return [needle for needle in gone if needle.key not in (history if needle.name else text)]
+
+
+def _live_turn(conversation: Conversation) -> list[Message]:
+    """The last user message and the newest step."""
+    if not conversation.steps:
+        return []
+    asked = [] if conversation.last_user is None else [conversation.steps[conversation.last_user].head]
+    return [*asked, *conversation.steps[-1].messages]
 
 
 def _everything(message: Message) -> str:
@@ -239,6 +251,27 @@ def _candidates(conversation: Conversation) -> Iterator[Needle]:
     yield from _errors(conversation)
     for message in people:
         yield from (Needle("request", quote, message) for quote in _quotes(message.text, _ASKS, first=True))
+    yield from _references(conversation)
+
+
+_NAME = re.compile(r"[\w./~-]*\w[/._]\w[\w./-]*\w")
+_NAMES = 12
+
+
+def _references(conversation: Conversation) -> Iterator[Needle]:
+    """What the live turn names and an earlier message told of: files and dotted or underscored names, with the newest such line."""
+    live = _live_turn(conversation)
+    said = " ".join(message.text[:4_000] + " " + " ".join(call.arguments[:1_000] for call in message.calls) for message in live)
+    names = [name for name in dict.fromkeys(_NAME.findall(said)) if len(name) > 5 and not name.replace(".", "").isdigit()][
+        :_NAMES
+    ]
+    history = [message for message in reversed(conversation.messages) if not message.is_instruction and message not in live]
+    for name in names:
+        source = next((message for message in history if name in message.text), None)
+        if source is not None:
+            line = next((line.strip() for line in source.text.split("\n") if name in line), name)
+            at = max(0, line.find(name) - _QUOTE // 2)
+            yield Needle("reference", line[at : at + _QUOTE], source, name)
 
 
 _SECTION_KINDS = {
