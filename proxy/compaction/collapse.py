@@ -58,14 +58,14 @@ class ContextCollapse:
     def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
         if not conversation.steps or budget.ruler.total(conversation.messages) <= budget.target:
             return conversation
-        history = _History(conversation, budget.ruler, self.key)
+        history = History(conversation, budget.ruler, self.key)
         return _written(history, _planned(history, budget), budget, self)
 
 
 # --- what there is --------------------------------------------------------------------------------------------------
 
 
-class _History:
+class History:
     """A conversation as the planner sees it: who speaks in each step, what it costs, which steps are summaries of ours."""
 
     def __init__(self, conversation: Conversation, ruler: Ruler, key: bytes) -> None:
@@ -135,7 +135,7 @@ class _Plan:
     edited: dict[int, Message]
 
 
-def _planned(history: _History, budget: Budget) -> _Plan:
+def _planned(history: History, budget: Budget) -> _Plan:
     ruler, newest = history.ruler, history.newest
     room: float = budget.target - ruler.total(history.conversation.preamble)
     whole = {i for i, step in enumerate(history.steps) if step.is_pending or step.head.is_instruction}
@@ -198,7 +198,7 @@ class _Candidates:
     messages: tuple[Message | None, ...]
 
 
-def _candidates(history: _History, plan: _Plan) -> _Candidates:
+def _candidates(history: History, plan: _Plan) -> _Candidates:
     found: list[tuple[Source, Message | None]] = []
     for earlier in history.earlier:
         found.extend((Source(-1, label, text, 0.3), None) for label, text in earlier.excerpts)
@@ -216,7 +216,7 @@ def _candidates(history: _History, plan: _Plan) -> _Candidates:
     return _Candidates(tuple(source for source, _ in kept), tuple(message for _, message in kept))
 
 
-def _head_sources(history: _History, i: int, step: Step, inline: bool) -> Iterator[tuple[Source, Message | None]]:
+def _head_sources(history: History, i: int, step: Step, inline: bool) -> Iterator[tuple[Source, Message | None]]:
     head, rate = step.head, history.rate(step.head)
     output = history.voices[i] == "observation" or head.is_result
     if inline:
@@ -229,7 +229,7 @@ def _head_sources(history: _History, i: int, step: Step, inline: bool) -> Iterat
         yield Source(step.start, f"{step.start} {call.name}", call_text(call), rate), None
 
 
-def _written(history: _History, plan: _Plan, budget: Budget, layer: ContextCollapse) -> Conversation:
+def _written(history: History, plan: _Plan, budget: Budget, layer: ContextCollapse) -> Conversation:
     candidates = _candidates(history, plan)
     folded = [step for i, step in enumerate(history.steps) if i not in plan.whole | plan.partial | history.summaries]
     picks = Picks(candidates.sources)
@@ -279,7 +279,7 @@ def _merged(earlier: Sequence[Earlier]) -> Ledger:
     return merged
 
 
-def _cover_kept(history: _History, plan: _Plan, picks: Picks) -> None:
+def _cover_kept(history: History, plan: _Plan, picks: Picks) -> None:
     """What is said in place anyway needs no line."""
     kept = list(history.conversation.preamble)
     for i in plan.whole:
@@ -291,7 +291,7 @@ def _cover_kept(history: _History, plan: _Plan, picks: Picks) -> None:
             picks.show_all(call_text(call))
 
 
-def _reserved(history: _History, plan: _Plan, book: Ledger, picks: Picks, room: float) -> list[Quote]:
+def _reserved(history: History, plan: _Plan, book: Ledger, picks: Picks, room: float) -> list[Quote]:
     """The summary's quotes; error lines of outputs that stay in place are taken there."""
     spoken = [i for i, voice in enumerate(history.voices) if voice == "assistant" and history.steps[i].head.text.strip()]
     last = spoken[-1] if spoken else None
@@ -325,7 +325,7 @@ def _recent_errors(picks: Picks, room: float) -> list[str]:
 
 
 def _assembled(
-    history: _History, plan: _Plan, picks: Picks, candidates: _Candidates, quotes: list[Quote], book: Ledger, layer: ContextCollapse
+    history: History, plan: _Plan, picks: Picks, candidates: _Candidates, quotes: list[Quote], book: Ledger, layer: ContextCollapse
 ) -> Conversation:  # fmt: skip
     changed: dict[int, Message] = {}
     excerpts: list[summary.Excerpt] = []
@@ -340,7 +340,7 @@ def _assembled(
     return history.conversation.with_messages(_ordered(history, plan, changed, message))
 
 
-def _ordered(history: _History, plan: _Plan, changed: dict[int, Message], written: Message | None) -> list[Message]:
+def _ordered(history: History, plan: _Plan, changed: dict[int, Message], written: Message | None) -> list[Message]:
     """The preamble, then what stays; the summary where the first folded step was, but before the last user message: what a
     person said last must stay the last thing that a person said."""
     out = list(history.conversation.preamble)

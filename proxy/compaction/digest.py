@@ -7,7 +7,6 @@ chance that the assistant will need it again; a line is worth the names that not
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -93,37 +92,30 @@ class Picks:
     def gain(self, source: int, line: int, needs: Mapping[str, float]) -> float:
         """What one more line would add per token."""
         scan = self.scans[source]
-        words = context_words(scan.lines[line])
-        covered = self.covered
-        worth = 0.0
+        covered, words, worth = self.covered, -1, 0.0
         for name in scan.names[line]:
-            need = needs.get(name)
-            if need:
-                level = 1.0 if words - own_words(name) >= CONTEXT_WORDS else BARE
-                had = covered.get(name, 0.0)
-                if level > had:
-                    worth += need * (level - had)
+            had = covered.get(name, 0.0)
+            if had >= 1.0 or not (need := needs.get(name)):
+                continue
+            if words < 0:
+                words = context_words(scan.lines[line])
+            level = 1.0 if words - own_words(name) >= CONTEXT_WORDS else BARE
+            if level > had:
+                worth += need * (level - had)
         return worth / self.cost(source, line)
 
 
-_CONTEXT = re.compile(r"[^\W\d_]{3,}|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]{2}")
-_words: dict[str, int] = {}
-_MEMO = 60_000
-
-
 def context_words(line: str) -> int:
-    """How many words a line has."""
-    return len(_CONTEXT.findall(line))
+    """About how many words a line has; scripts that write without spaces are reckoned by length."""
+    return len(line.split()) if line.isascii() else len(line.split()) + sum(map(_WIDE.__lt__, line)) // 3
+
+
+_WIDE = "\u3000"
 
 
 def own_words(name: str) -> int:
     """How many of a line's words the name itself accounts for."""
-    known = _words.get(name)
-    if known is None:
-        if len(_words) > _MEMO:
-            _words.clear()
-        known = _words[name] = len(_CONTEXT.findall(name))
-    return known
+    return context_words(name) or 1
 
 
 def choose(picks: Picks, needs: Mapping[str, float], room: float) -> None:
@@ -132,7 +124,10 @@ def choose(picks: Picks, needs: Mapping[str, float], room: float) -> None:
     Lazy: a line's worth only ever falls as others are taken, so that the best stale estimate is looked at first. The one
     exception, the first line of a step (which pays for the header), puts its siblings forward again.
     """
-    heap = _estimates(picks, needs)
+    bounds = _bounds(picks, needs)
+    heap = [
+        (-bound / picks.cost(source, line), source, line) for source, found in enumerate(bounds) for line, bound in found.items()
+    ]
     heapq.heapify(heap)
     push, pop = heapq.heappush, heapq.heappop
     while heap and picks.spent < room:
@@ -150,26 +145,27 @@ def choose(picks: Picks, needs: Mapping[str, float], room: float) -> None:
         opens = not picks.sources[source].inline and not picks.chosen[source]
         picks.take(source, line)
         if opens:
-            for other, names in enumerate(picks.scans[source].names):
-                if names and other not in picks.chosen[source] and (gain := picks.gain(source, other, needs)) > SMALLEST_GAIN:
-                    push(heap, (-gain, source, other))
+            for other, bound in bounds[source].items():
+                if other not in picks.chosen[source]:
+                    push(heap, (-bound / picks.cost(source, other), source, other))
 
 
-def _estimates(picks: Picks, needs: Mapping[str, float]) -> list[tuple[float, int, int]]:
-    """An upper bound of each line's gain: its names as if all had context."""
+def _bounds(picks: Picks, needs: Mapping[str, float]) -> list[dict[int, float]]:
+    """For each source an upper bound of each line's worth: its names as if all had context. Lines without worth are left out."""
     covered = picks.covered
     open_needs = {name: need * (1 - covered.get(name, 0.0)) for name, need in needs.items()}
     worth_of = open_needs.get
-    heap: list[tuple[float, int, int]] = []
-    for source, scan in enumerate(picks.scans):
+    found: list[dict[int, float]] = []
+    for scan in picks.scans:
+        bounds: dict[int, float] = {}
         for line, names in enumerate(scan.names):
-            if names:
-                worth = 0.0
-                for name in names:
-                    worth += worth_of(name, 0.0)
-                if worth > 0.0:
-                    heap.append((-worth / picks.cost(source, line), source, line))
-    return heap
+            worth = 0.0
+            for name in names:
+                worth += worth_of(name, 0.0)
+            if worth > 0.0:
+                bounds[line] = worth
+        found.append(bounds)
+    return found
 
 
 def fill(picks: Picks, room: float) -> None:

@@ -126,6 +126,10 @@ _quoted: dict[str, Kind] = {}
 def _classify(word: str) -> tuple[str, ...]:
     if len(_names_of) > MEMO:
         _names_of.clear()
+    bare = word.strip(".-+&?=,:<>#$%")
+    if bare.isalpha() and (bare.islower() or bare.istitle()):
+        _names_of[word] = ()  # by far the most words
+        return ()
     found = _names_of[word] = tuple(dict.fromkeys(_names_in(word))) if len(word) <= LONGEST_NAME or "://" in word else ()
     return found
 
@@ -205,16 +209,21 @@ def _plain(word: str) -> list[str]:
 def _is_name(word: str) -> bool:
     if len(word) < 4:
         return False
-    digits = sum(c.isdigit() for c in word)
-    if digits == len(word) or _NUMBER.match(word):
-        return digits > 3
+    if word.isalpha():
+        return bool(_CAMEL.search(word)) and len(word) > 4 if not word.isupper() else len(word) >= 6
+    if word.isdigit() or _NUMBER.match(word):
+        return len(_DIGITS.findall(word)) > 3
     if "_" in word.strip("_"):
         return True
     if _CAMEL.search(word):
         return len(word) > 4
+    digits = len(_DIGITS.findall(word))
     if digits:
         return bool(_HEX.match(word) or _UPPER_ID.match(word) or _UUID.match(word) or ("-" in word and digits > 1))
     return word.isupper() and len(word) >= 6
+
+
+_DIGITS = re.compile(r"\d")
 
 
 def kind(name: str) -> Kind:

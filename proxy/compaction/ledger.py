@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from proxy.compaction import entities, graphemes, signals
@@ -132,6 +133,8 @@ class _Draft:
         self.unresolved = {failure.command for failure in previous.errors if failure.resolved_by is None and failure.command}
         self.latest_command = ""
         self.messages = previous.folded_messages
+        self.words: list[tuple[str, bool]] = []
+        self.calls: list[ToolCall] = []
 
     def add(self, step: Step, voice: Voice) -> None:
         self.messages += len(step.messages)
@@ -146,6 +149,8 @@ class _Draft:
                 pass
 
     def finished(self) -> Ledger:
+        self._read_words()
+        self._read_calls()
         return _evict(
             Ledger(
                 goal=self.goal,
@@ -187,19 +192,35 @@ class _Draft:
     def _add_words(self, text: str, *, ends: bool) -> None:
         if not text.strip():
             return
-        self.decisions.update(dict.fromkeys(signals.decisions(text)[:3]))
-        self.next_step = signals.next_step(text) or self.next_step
-        if not ends:
-            return
-        concluded = signals.conclusion(text)
-        if concluded:
-            self.conclusions.pop(concluded, None)
-            self.conclusions[concluded] = None
-        # What was asked is settled once an answer without calls follows it, unless that answer asks back.
-        settled = not text.rstrip().endswith(("?", "？"))
-        newest = next(reversed(self.requests), None)
-        for request in self.requests:
-            self.requests[request] = self.requests[request] or request != newest or settled
+        self.words.append((text, ends))
+        if ends:
+            # What was asked is settled once an answer without calls follows it, unless that answer asks back.
+            settled = not text.rstrip().endswith(("?", "？"))
+            for request in reversed(self.requests):
+                if self.requests[request]:
+                    break
+                self.requests[request] = settled or request != next(reversed(self.requests))
+
+    def _read_words(self) -> None:
+        """Decisions, conclusions and the next step: only of the newest turns, because older ones would be evicted anyway."""
+        for text, ends in self.words[-MOST_FINDINGS:]:
+            self.decisions.update(dict.fromkeys(signals.decisions(text)[:3]))
+            concluded = signals.conclusion(text) if ends else ""
+            if concluded:
+                self.conclusions.pop(concluded, None)
+                self.conclusions[concluded] = None
+        for text, _ in reversed(self.words[-MOST_FINDINGS:]):
+            if step := signals.next_step(text):
+                self.next_step = step
+                break
+
+    def _read_calls(self) -> None:
+        """Ids, hashes, addresses and numbers in the newest calls."""
+        for call in self.calls[-MOST_ENTITIES:]:
+            for name in names_of(call_line(call, 400)):
+                if entities.kind(name) in ("id", "hash", "url", "number") and len(name) <= 120:
+                    self.entities.pop(name, None)
+                    self.entities[name] = None
 
     def _add_call(self, call: ToolCall, result: str | None) -> None:
         arguments = call_line(call, LONGEST_ARGUMENTS)
@@ -209,10 +230,7 @@ class _Draft:
         self.commands[call.name, arguments] = "" if result is None else "error" if failed else "ok"
         self.tools[call.name] = None
         self._add_files(call)
-        for name in names_of(call_line(call, 400)):
-            if entities.kind(name) in ("id", "hash", "url", "number") and len(name) <= 120:
-                self.entities.pop(name, None)
-                self.entities[name] = None
+        self.calls.append(call)
         if failed:
             self._add_failures(result or "", command)
         elif result is not None and command in self.unresolved:
@@ -274,9 +292,14 @@ def names_of(text: str) -> tuple[str, ...]:
 
 
 def arguments_of(call: ToolCall) -> dict[str, object]:
-    """The call's arguments as an object; empty when they are not one."""
+    """The call's arguments as an object, not to be changed; empty when they are not one."""
+    return _decoded(call.arguments)
+
+
+@lru_cache(maxsize=2048)
+def _decoded(arguments: str) -> dict[str, object]:
     try:
-        decoded = json.loads(call.arguments)
+        decoded = json.loads(arguments)
     except (ValueError, RecursionError):
         return {}
     return decoded if isinstance(decoded, dict) else {}

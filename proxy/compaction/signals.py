@@ -170,8 +170,13 @@ LONGEST_SENTENCE = 600
 """Characters: what is longer is a paste; a quote of it is cut by whoever quotes."""
 
 
-def sentences(text: str) -> list[str]:
+def sentences(text: str) -> tuple[str, ...]:
     """Sentences of prose in order; fenced code is left out, list and heading marks are taken off."""
+    return _sentences(text)
+
+
+@lru_cache(maxsize=512)
+def _sentences(text: str) -> tuple[str, ...]:
     if "```" in text:
         text = _FENCE.sub("\n", text)
     found: list[str] = []
@@ -180,7 +185,7 @@ def sentences(text: str) -> list[str]:
         if not bare:
             continue
         found.extend(piece.strip(_LINE_DRESS) for piece in _SENTENCE_END.split(bare))
-    return [sentence for sentence in found if len(sentence) > 1]
+    return tuple(sentence for sentence in found if len(sentence) > 1)
 
 
 _REQUEST = re.compile(
@@ -241,7 +246,7 @@ def requests(text: str) -> list[str]:
     """The sentences of a user's message that ask for something; the first one when none plainly does."""
     said = sentences(text)
     asked = [sentence for sentence in said if _REQUEST.search(sentence)]
-    return asked or said[:1]
+    return asked or list(said[:1])
 
 
 def constraints(text: str) -> list[str]:
@@ -258,7 +263,7 @@ def conclusion(text: str) -> str:
     """The sentence that an assistant's message comes to: the last that states a result, else its last; empty for no words."""
     said = sentences(text)
     stated = [sentence for sentence in said if _CONCLUSION.search(sentence)]
-    return (stated or said or [""])[-1]
+    return (stated or said or ("",))[-1]
 
 
 def next_step(text: str) -> str:
