@@ -1,4 +1,4 @@
-"""Every metric: one frozen value a request, recorded in one place, and read back as an exposition or as plain figures."""
+"""Every metric of the process, recorded in one place and exposed to a scraper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,27 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from proxy import __version__
-from proxy.compaction import CompactionResult, CriticalItems
-
-CHAT, COMPACT, ANY = "/chat/completions", "/v1/compact", "/{path}"
-ENDPOINTS = (CHAT, COMPACT, ANY)
-"""Route templates: the raw path is the client's and never becomes a label."""
-
-CHECKPOINT = "checkpoint"
-UNATTRIBUTED = "unattributed"
-LAYERS = ("tool_result_budget", "snip", "microcompact", "context_collapse", "auto_compact", "emergency", CHECKPOINT)
-"""Who saves tokens. `checkpoint` is what an earlier event saved and this request resumed."""
-
-OUTCOMES = ("applied", "reused", "rejected", "failed", "shadow")
-PASSTHROUGH_REASONS = (
-    *("fits", "bypass_header", "disabled", "floor", "unreadable", "deadline", "no_gain", "breaker", "not_chat"),
-    *("too_large", "unknown_window", "internal_error"),
+from proxy.figures import Figures, summary
+from proxy.records import (
+    ANY,
+    CHAT,
+    COMPACT,
+    ENDPOINTS,
+    LAYERS,
+    OUTCOMES,
+    OVERFLOWS,
+    PASSTHROUGH_REASONS,
+    PHASES,
+    PREFIX_BREAKS,
+    RULES,
+    UPSTREAM_ERRORS,
+    Account,
+    RequestRecord,
+    saved_by_layer,
+    settle,
 )
-PHASES = ("read", "count", "resume", "compact", "validate", "write", "total")
-RULES = ("structure", "size", "lost_error", "lost_request", "lost_constraint", "lost_conclusion", "not_idempotent")
-PREFIX_BREAKS = ("event", "edit", "new_conversation")
-OVERFLOWS = ("retried_ok", "retried_failed", "returned")
-UPSTREAM_ERRORS = ("connect", "timeout", "read", "protocol", "http_4xx", "http_429", "http_5xx")
+
+__all__ = ["ANY", "CHAT", "COMPACT", "Account", "Metrics", "ModelNames", "RequestRecord", "printable", "saved_by_layer", "settle"]
 
 OTHER = "other"
 MODELS_SEEN = 50
@@ -55,87 +54,6 @@ SHORT = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5
 SHARE = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 FILL = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1, 1.25, 2, 5)
 ERROR = (0.5, 0.8, 0.9, 0.95, 0.98, 1, 1.02, 1.05, 1.1, 1.25, 2)
-
-NO_ITEMS = CriticalItems()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestRecord:
-    """What one request contributes. Callers fill what they know; None and () mean "not known" and leave no sample.
-
-    endpoint: one of `ENDPOINTS`. code: the status that the client got; 499 when it left before one.
-    duration, first_chunk, upstream_duration: seconds. overhead: (phase, seconds) of our own time.
-    received, forwarded: prompt tokens by our own count, None when nothing was counted; saved: (layer, tokens), net.
-    outcome: none, applied, reused, rejected, failed, shadow or bypassed. shadow_saved: tokens that shadow mode would have saved.
-    passthrough: why the body went on as it came; of no account when it did not. ratio: tokens after / before of one event.
-    fill_before, fill_after: share of the usable window. validation_failures: one rule for each failure.
-    usage_*: tokens that the upstream reported. cost_saved: US dollars, None when the price is unknown.
-    """
-
-    endpoint: str = CHAT
-    model: str | None = None
-    code: int = 200
-    stream: bool = False
-    duration: float | None = None
-    first_chunk: float | None = None
-    upstream_duration: float | None = None
-    overhead: tuple[tuple[str, float], ...] = ()
-    received: int | None = None
-    forwarded: int | None = None
-    saved: tuple[tuple[str, int], ...] = ()
-    outcome: str = "none"
-    shadow_saved: int = 0
-    passthrough: str | None = None
-    ratio: float | None = None
-    fill_before: float | None = None
-    fill_after: float | None = None
-    validation_failures: tuple[str, ...] = ()
-    critical: CriticalItems = NO_ITEMS
-    prefix_break: str | None = None
-    overflow: str | None = None
-    usage_input: int | None = None
-    usage_output: int | None = None
-    usage_cached: int | None = None
-    count_error: float | None = None
-    upstream_error: str | None = None
-    client_disconnect: bool = False
-    stream_abort: bool = False
-    cost_saved: float | None = None
-    trace_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Tokens of one request that add up: received − forwarded == sum of saved. gap: tokens that had to be moved for it."""
-
-    received: int
-    forwarded: int
-    saved: tuple[tuple[str, int], ...]
-    gap: int = 0
-
-
-def saved_by_layer(result: CompactionResult) -> tuple[tuple[str, int], ...]:
-    """(layer, tokens) of the layers that had a part in it."""
-    return tuple((report.layer, report.saved) for report in result.reports if report.saved and report.refused is None)
-
-
-def settle(received: int, forwarded: int, saved: Iterable[tuple[str, int]]) -> Account:
-    """The account that adds up. What no layer claims is `unattributed`; what is claimed too much is taken from the last layers.
-
-    A request that grew counts as forwarded unchanged: counters cannot go down. Whatever is moved is told in `gap`.
-    """
-    claims = [(layer, tokens) for layer, tokens in saved if tokens]
-    total = received - forwarded
-    if sum(tokens for _, tokens in claims) == total and all(tokens > 0 for _, tokens in claims):
-        return Account(received, forwarded, tuple(claims))
-    left, kept = max(total, 0), []
-    for layer, tokens in claims:
-        granted = min(max(tokens, 0), left)
-        left -= granted
-        kept.append((layer, granted))
-    kept.append((UNATTRIBUTED, left))
-    moved = left + max(-total, 0) + sum(abs(tokens - granted) for (_, tokens), (_, granted) in zip(claims, kept, strict=False))
-    return Account(received, received - max(total, 0), tuple(one for one in kept if one[1]), moved)
 
 
 def printable(name: str | None) -> str:
@@ -495,54 +413,8 @@ class Metrics:
 
     def stats(self) -> dict[str, object]:
         """The same figures as the exposition, for people and scripts: totals, by model, by layer, the last events."""
-        figures = self.figures()
-        return {
-            "started": round(self.started, 3),
-            "uptime_seconds": round(time.time() - self.started, 3),
-            "requests": figures.whole("requests_total"),
-            "inflight": figures.by("inflight_requests", "endpoint"),
-            "tokens": _tokens(figures, None),
-            "cost_saved_usd": figures.money("cost_saved_usd_total"),
-            "summarizer_cost_usd": figures.money("summarizer_cost_usd_total"),
-            "events": figures.by("events_total", "outcome"),
-            "passthrough": figures.by("passthrough_total", "reason"),
-            "critical_items": figures.by("critical_items_total", "result"),
-            "validation_failures": figures.by("validation_failures_total", "rule"),
-            "context_overflows": figures.by("context_overflows_total", "result"),
-            "upstream_errors": figures.by("upstream_errors_total", "reason"),
-            "layers": figures.by("prompt_tokens_saved_total", "layer"),
-            "models": {model: _of_model(figures, model) for model in figures.values("model")},
-            "recent_events": list(self.recent),
-        }
-
-
-class Figures:
-    """Samples of one reading: name → (labels, value)."""
-
-    def __init__(self, samples: Mapping[str, list[tuple[Mapping[str, str], float]]]) -> None:
-        self._samples = samples
-
-    def of(self, name: str, model: str | None = None) -> list[tuple[Mapping[str, str], float]]:
-        rows = self._samples.get(f"compaction_{name}", [])
-        return rows if model is None else [row for row in rows if row[0].get("model") == model]
-
-    def whole(self, name: str, model: str | None = None) -> int:
-        return int(sum(value for _, value in self.of(name, model)))
-
-    def money(self, name: str, model: str | None = None) -> float | None:
-        """US dollars; None when nothing was priced."""
-        rows = self.of(name, model)
-        return round(sum(value for _, value in rows), 6) if rows else None
-
-    def by(self, name: str, label: str) -> dict[str, int]:
-        sums: dict[str, int] = {}
-        for labels, value in self.of(name):
-            sums[labels[label]] = sums.get(labels[label], 0) + int(value)
-        return sums
-
-    def values(self, label: str) -> list[str]:
-        """All values of a label, sorted."""
-        return sorted({labels[label] for rows in self._samples.values() for labels, _ in rows if label in labels})
+        uptime = {"started": round(self.started, 3), "uptime_seconds": round(time.time() - self.started, 3)}
+        return uptime | summary(self.figures()) | {"recent_events": list(self.recent)}
 
 
 def _code(status: int) -> str:
@@ -551,27 +423,3 @@ def _code(status: int) -> str:
 
 def _closed(value: str, known: tuple[str, ...]) -> str:
     return value if value in known else OTHER
-
-
-def _tokens(figures: Figures, model: str | None) -> dict[str, object]:
-    received, forwarded = (
-        figures.whole("prompt_tokens_received_total", model),
-        figures.whole("prompt_tokens_forwarded_total", model),
-    )
-    saved = figures.whole("prompt_tokens_saved_total", model)
-    return {
-        "received": received,
-        "forwarded": forwarded,
-        "saved": saved,
-        "saved_share": round(saved / received, 6) if received else 0.0,
-    }
-
-
-def _of_model(figures: Figures, model: str) -> dict[str, object]:
-    return {
-        "requests": figures.whole("requests_total", model),
-        "tokens": _tokens(figures, model),
-        "cost_saved_usd": figures.money("cost_saved_usd_total", model),
-        "window": figures.whole("context_window_tokens", model) or None,
-        "budget": figures.whole("budget_tokens", model) or None,
-    }
