@@ -24,11 +24,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import tiktoken
+
 from proxy import tokens
-from proxy.tokens.vocabulary import vocabulary
+from proxy.tokens.vocabulary import PATTERNS, unpack, vocabulary
 from proxy.wire.chat_completions import read
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +49,16 @@ for line in sys.stdin:
         print(token_counter(model=body["model"], messages=body["messages"], tools=body.get("tools"), tool_choice=body.get("tool_choice")))
     except Exception:
         print(-1)
+"""
+
+LITELLM_SPEED = """
+import json, sys, time
+from litellm import token_counter
+body = json.loads(sys.stdin.read())
+token_counter(model="gpt-4o", messages=[{"role": "user", "content": "hello"}])
+before = time.perf_counter()
+token_counter(model="gpt-4o", messages=body["messages"])
+print(1e3 * (time.perf_counter() - before))
 """
 
 
@@ -270,16 +283,31 @@ def speed() -> None:
     warm = statistics.median(timed(lambda: tokens.ruler("gpt-4o", request.fields).total(messages)) for _ in range(20))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     again = read(long_body()).conversation.messages
+    plain = plain_speed([message.text for message in again])
     tokens.load("cl100k_base")
     lag = asyncio.run(lag_while(lambda: tokens.ruler("gpt-4", request.fields, encoding="cl100k_base").total(again)))
     print(json.dumps({
         "tokens": ruler.total(messages), "messages": len(messages), "vocabulary_ms": 1e3 * loading, "resident_mb": resident,
         "cold_bytes_ms": 1e3 * asking, "cold_ms": 1e3 * cold, "warm_ms": 1e3 * warm, "lag_ms": 1e3 * lag,
-        "peak_mb": peak,
+        "peak_mb": peak, "plain_ms": 1e3 * plain,
     }))  # fmt: skip
 
 
-def show_speed() -> None:
+def litellm_speed(python: str | None) -> str:
+    if python is None:
+        return "–"
+    done = subprocess.run([python, "-c", LITELLM_SPEED], input=long_body().decode(), capture_output=True, text=True, check=False)
+    return f"{float(done.stdout.split()[-1]):.1f} ms" if done.returncode == 0 else "failed"
+
+
+def plain_speed(texts: Sequence[str]) -> float:
+    """The texts alone, through tiktoken, in seconds."""
+    packed = files("proxy.tokens").joinpath("o200k_base.ranks.gz").read_bytes()
+    encoding = tiktoken.Encoding("plain", pat_str=PATTERNS["o200k_base"], mergeable_ranks=unpack(packed), special_tokens={})
+    return timed(lambda: [len(encoding.encode_ordinary(text)) for text in texts])
+
+
+def show_speed(python: str | None) -> None:
     done = subprocess.run([sys.executable, __file__, "--speed"], capture_output=True, text=True, check=True)
     seen = json.loads(done.stdout)
     table(
@@ -289,6 +317,8 @@ def show_speed() -> None:
             ["memory with it", f"{seen['resident_mb']:.0f} MB", "goal 110"],
             ["memory at most (loading, counting)", f"{seen['peak_mb']:.0f} MB"],
             ["counted the first time", f"{seen['cold_ms']:.1f} ms", "goal 60"],
+            ["  plain tiktoken, the texts alone", f"{seen['plain_ms']:.1f} ms"],
+            ["  litellm.token_counter", litellm_speed(python)],
             ["counted again", f"{seen['warm_ms']:.2f} ms", "goal 1"],
             ["asked what would be counted", f"{seen['cold_bytes_ms']:.2f} ms"],
             ["event loop late meanwhile, at most", f"{seen['lag_ms']:.1f} ms", "goal 20"],
@@ -314,7 +344,7 @@ def main() -> None:
     }
     accuracy(openai, {name: counts for name, counts in counters.items() if counts is not None})
     learning([pair for pair in pairs if not pair.is_openai])
-    show_speed()
+    show_speed(asked.litellm)
 
 
 if __name__ == "__main__":
