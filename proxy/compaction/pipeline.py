@@ -263,7 +263,7 @@ class _Event:
             return CompactionResult(
                 self._came, self._before, self._before, _undone(state.reports, self._before), reason=reason or "no_gain"
             )
-        wanted = self._needles or ()
+        wanted = [needle for needle in self._needles or () if needle.kind != "reference"]
         lost = sum(1 for needle in wanted if needle.key in state.lost)
         repaired = sum(1 for needle in wanted if needle.key in state.repaired and needle.key not in state.lost)
         critical = CriticalItems(len(wanted) - lost - repaired, repaired, lost)

@@ -223,7 +223,8 @@ def _live_turn(conversation: Conversation) -> list[Message]:
     """The last user message and the newest step."""
     if not conversation.steps:
         return []
-    asked = [] if conversation.last_user is None else [conversation.steps[conversation.last_user].head]
+    heads = [step.head for step in reversed(conversation.steps)]
+    asked = [message for message in heads if message.role == "user" and not summary.is_summary(message)][:1]
     return [*asked, *conversation.steps[-1].messages]
 
 
@@ -259,7 +260,7 @@ _NAMES = 12
 
 
 def _references(conversation: Conversation) -> Iterator[Needle]:
-    """What the live turn names and an earlier message told of: files and dotted or underscored names, with the newest such line."""
+    """What the live turn names and an earlier message told of (files, dotted and underscored names), with the newest line."""
     live = _live_turn(conversation)
     said = " ".join(message.text[:4_000] + " " + " ".join(call.arguments[:1_000] for call in message.calls) for message in live)
     names = [name for name in dict.fromkeys(_NAME.findall(said)) if len(name) > 5 and not name.replace(".", "").isdigit()][

@@ -196,6 +196,24 @@ def test_what_an_earlier_summary_holds_must_survive_the_next_event(talk: Talk, r
     assert ("error", "ModuleNotFoundError: No module named 'loader_core'") in found
 
 
+def test_what_the_live_turn_refers_to_must_be_told_of_beside_it(talk: Talk) -> None:
+    history = [
+        user("Go."),
+        assistant("config/limits.yaml holds the cap of 40 rows."),
+        assistant("Other things."),
+        user("Edit config/limits.yaml"),
+    ]
+    conversation = talk(history)
+    found = [needle for needle in needles(conversation, 9_000) if needle.kind == "reference"]
+    tail = conversation.messages[2:]
+
+    assert [(needle.name, needle.quote) for needle in found] == [
+        ("config/limits.yaml", "config/limits.yaml holds the cap of 40 rows.")
+    ]
+    assert missing(found, Conversation(tail)) == found
+    assert missing(found, Conversation((said("user", "config/limits.yaml: 40 rows"), *tail))) == []
+
+
 # --- turns ---------------------------------------------------------------------------------------------------------------
 
 SUMMARY = summary.write(3, (), [("Kept", ["Never touch the migrations."])])
