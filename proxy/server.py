@@ -15,14 +15,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.lifespan.on import LifespanOn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -31,6 +32,8 @@ MAX_PIPELINED = 16
 """Requests that may wait behind one another on a connection before we stop reading it. Hardly any client sends two."""
 KEEP_ALIVE_SECONDS = 75
 """How long an idle client may come back on its connection: nginx's figure; uvicorn's 5 s resets the pools of SDKs."""
+JOIN_BELOW = 64 * 1024
+"""A piece up to this size is copied to be written in one go with what frames it."""
 BACKLOG = 2048
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 2.0
@@ -63,6 +66,108 @@ class StartupFailed(Exception):
 
 class _BadRequest(Exception):
     """Raised inside a parser callback: uvicorn then answers 400 and closes."""
+
+
+class _Cycle(RequestResponseCycle):
+    """uvicorn's request and answer, with the head and the first piece of the body in one write where both are at hand."""
+
+    _head = b""
+    _flusher: asyncio.Handle | None = None
+
+    async def run_asgi(self, app: Any) -> None:
+        async def whole(scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._flush()
+
+        await super().run_asgi(whole)
+
+    async def send(self, message: Any) -> None:
+        if self.flow.write_paused and not self.disconnected:
+            await self.flow.drain()
+        if self.disconnected:
+            return
+        kind = message["type"]
+        if kind == "http.response.body" and self.response_started:
+            if not self.response_complete:
+                self._send_body(message.get("body", b""), message.get("more_body", False))
+        elif kind == "http.response.start" and not self.response_started:
+            self._start(message["status"], message.get("headers", ()))
+        else:
+            raise RuntimeError(f"unexpected ASGI message {kind!r}")
+
+    def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        bodiless = status in (204, 304)
+        parts = [STATUS_LINE[status]]
+        count, closing = len(headers) + 2, False
+        for name, value in headers:
+            parts += (name, b": ", value, b"\r\n")
+            if name == b"content-length":
+                self.expected_content_length, self.chunked_encoding = 0 if bodiless else int(value), False
+            elif name == b"connection" and value.lower() == b"close":
+                closing = True
+        if closing:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            parts.append(b"connection: close\r\n")
+            count += 1
+        if self.chunked_encoding is None and self.scope["method"] != "HEAD" and not bodiless:
+            self.chunked_encoding = True
+            parts.append(b"transfer-encoding: chunked\r\n")
+            count += 1
+        parts.append(b"\r\n")
+        head = b"".join(parts)
+        if head.count(b"\n") != count or head.count(b"\r") != count or b"\0" in head:
+            self.response_started = False
+            raise RuntimeError("invalid response header")
+        self._head = head
+        self._flusher = asyncio.get_running_loop().call_soon(self._flush)  # when the app waits first, the head leaves alone
+
+    def _flush(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self.disconnected and not self.transport.is_closing():
+            self.transport.write(head)
+
+    def _send_body(self, body: bytes, more: bool) -> None:
+        parts: tuple[bytes, ...]
+        if self.scope["method"] == "HEAD":
+            self.expected_content_length, parts = 0, ()
+        elif self.chunked_encoding:
+            parts = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
+            if not more:
+                parts += (b"0\r\n\r\n",)
+        else:
+            self.expected_content_length -= len(body)
+            if self.expected_content_length < 0:
+                raise RuntimeError("the body is longer than its content-length")
+            parts = (body,) if body else ()
+        self._write(parts, len(body))
+        if not more:
+            self._complete()
+
+    def _write(self, parts: tuple[bytes, ...], size: int) -> None:
+        if self._head:
+            parts, self._head = (self._head, *parts), b""
+            if self._flusher is not None:
+                self._flusher.cancel()
+        if len(parts) == 1:
+            self.transport.write(parts[0])
+        elif size > JOIN_BELOW:
+            self.transport.writelines(parts)
+        elif parts:
+            self.transport.write(b"".join(parts))
+
+    def _complete(self) -> None:
+        if self.expected_content_length != 0:
+            raise RuntimeError("the body is shorter than its content-length")
+        self.response_complete = True
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
 
 
 class StrictHttp(HttpToolsProtocol):
@@ -131,13 +236,39 @@ class StrictHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._progress += 1
-        self._check_head()
-        paused = self.flow.read_paused
-        super().on_headers_complete()
-        if self.flow.read_paused and not paused and len(self.pipeline) < MAX_PIPELINED:
-            self.flow.resume_reading()  # uvicorn stops reading while requests queue, and so does not see the client leave
-        if self.parser.should_upgrade() and self.cycle is not None:  # not taken up; the parser stops after this request
-            self.cycle.keep_alive = False
+        parser, scope = self.parser, self.scope
+        version, method = parser.get_http_version(), parser.get_method()
+        self._check_head(version, method)
+        raw_path, _, query = self.url.partition(b"?")
+        path = raw_path.decode("ascii")
+        scope["method"], scope["http_version"] = method.decode("ascii"), version
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"], scope["query_string"] = raw_path, query
+        # an upgrade is not taken up, and the parser stops after a request that asked for one
+        keep_alive = version == "1.1" and parser.should_keep_alive() and not parser.should_upgrade()
+        before, cycle = self.cycle, self._cycle(keep_alive)
+        self.cycle = cycle
+        if before is None or before.response_complete:
+            self._start_asgi_task(cycle, self.app)
+            return
+        self.pipeline.appendleft((cycle, self.app))
+        if len(self.pipeline) >= MAX_PIPELINED:  # until then we read on, and so see the client leave
+            self.flow.pause_reading()
+
+    def _cycle(self, keep_alive: bool) -> _Cycle:
+        return _Cycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=[],
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=keep_alive,
+            on_response=self.on_response_complete,
+        )
 
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing to warn of: the request is answered as if it had not asked."""
@@ -146,22 +277,21 @@ class StrictHttp(HttpToolsProtocol):
         self._progress += 1
         super().on_body(body)
 
-    def _check_head(self) -> None:
-        version = self.parser.get_http_version()
+    def _check_head(self, version: str, method: bytes) -> None:
         hosts = 0
         for name, value in self.headers:
             if name == b"host":
                 hosts += 1
             elif name == b"transfer-encoding" and (version == "1.0" or value.strip().lower() != b"chunked"):
                 raise _BadRequest
-        if version != "1.1" and version != "1.0":
+        if hosts != 1 and (hosts > 1 or version != "1.0"):
             raise _BadRequest
-        if hosts > 1 or (hosts == 0 and version == "1.1"):
+        if version != "1.1" and version != "1.0":
             raise _BadRequest
         url = self.url
         if url[:1] != b"/" or url[:2] == b"//" or b"#" in url:  # not by host, not absolute, not `*`
             raise _BadRequest
-        if self.parser.get_method() in (b"TRACE", b"CONNECT"):
+        if method == b"TRACE" or method == b"CONNECT":
             raise _BadRequest
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:

@@ -8,7 +8,7 @@ import importlib.util
 import itertools
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Literal, Protocol, cast
 
 import httpx
@@ -94,6 +94,7 @@ class Upstream:
         self._host = (b"host", base.netloc)
         path, _, query = base.raw_path.partition(b"?")
         self._path, self._query = path.rstrip(b"/"), query
+        self._targets: dict[bytes, bytes] = {}
         self._authorization = _bearer(api_key)
         self._patience = Patience(connect_timeout, read_timeout)
         context = _tls_context(ca_file) if tls else None
@@ -105,7 +106,12 @@ class Upstream:
         A sequence is sent with its length; what is iterated with the client's own content-length, or chunked. Raises
         UpstreamError, and what iterating the body raises.
         """
-        return await self._send(method, join_target(self._path, self._query, target), headers, body, self._patience)
+        joined = self._targets.get(target)
+        if joined is None:
+            joined = join_target(self._path, self._query, target)
+            if len(self._targets) < 256 and len(target) <= 256:  # targets come from outside, as names do
+                self._targets[target] = joined
+        return await self._send(method, joined, headers, body)
 
     async def fetch(self, path: str, headers: Headers, *, timeout: float, max_bytes: int) -> tuple[int, bytes]:  # noqa: ASYNC109
         """A small GET of our own: status and body. Raises UpstreamError, also when it takes longer or is larger."""
@@ -124,7 +130,7 @@ class Upstream:
         """Close every connection."""
         await self._sender.aclose()
 
-    async def _send(self, method: bytes, target: bytes, headers: Headers, body: Body, patience: Patience) -> Answer:
+    async def _send(self, method: bytes, target: bytes, headers: Headers, body: Body) -> Answer:
         sent = [self._host]
         sent += request_headers(headers)
         if self._authorization is not None:
@@ -141,7 +147,7 @@ class Upstream:
             else:
                 sent.append((b"content-length", b"%d" % length_field))
                 body = _exactly(body, length_field)
-        reply = await self._sender.exchange(self._origin, method, target, sent, body, patience)
+        reply = await self._sender.exchange(self._origin, method, target, sent, body, self._patience)
         return Answer(reply.status, answer_headers(reply.headers), reply)
 
 
@@ -174,27 +180,47 @@ def _overlap(base_path: bytes, path: bytes) -> int:
 
 def request_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """What goes upstream of a client's headers (names in lower case), in order, duplicates kept."""
-    sent = [
-        field
-        for field in headers
-        if (name := field[0]) not in NOT_FORWARDED
-        and not name.startswith(NOT_FORWARDED_PREFIXES)
-        and not (b"_" in name and _shadows(name))
-    ]
-    named = _named_by_connection(headers) - NEVER_NAMED_AWAY
+    sent = [field for field in headers if _SENT[field[0]]]
+    named = _named_by_connection(headers)
     return [field for field in sent if field[0] not in named] if named else sent
 
 
 def answer_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """What goes to the client of the upstream's headers, names in lower case, in order, duplicates kept."""
-    kept = [(lower, value) for name, value in headers if (lower := name.lower()) not in HOP_BY_HOP]
+    kept = [(lower, value) for name, value in headers if (lower := _ANSWERED[name])]
     if len(kept) == len(headers):
         return kept
     lowered = [(name.lower(), value) for name, value in headers]
-    named = _named_by_connection(lowered) - NEVER_NAMED_AWAY
+    named = _named_by_connection(lowered)
     if any(name == b"transfer-encoding" for name, _ in lowered):
         named = named | {b"content-length"}
     return [field for field in kept if field[0] not in named] if named else kept
+
+
+class _Fates(dict[bytes, bytes]):
+    """What becomes of a header, by its name: the name to pass it on under, or nothing. Decided once a name."""
+
+    def __init__(self, decide: Callable[[bytes], bytes]) -> None:
+        super().__init__()
+        self._decide = decide
+
+    def __missing__(self, name: bytes) -> bytes:
+        fate = self._decide(name)
+        if len(self) < 1024 and len(name) <= 64:  # names come from outside: they must not fill the memory
+            self[name] = fate
+        return fate
+
+
+def _fate_upstream(name: bytes) -> bytes:
+    dropped = name in NOT_FORWARDED or name.startswith(NOT_FORWARDED_PREFIXES) or (b"_" in name and _shadows(name))
+    return b"" if dropped else name
+
+
+def _fate_to_client(name: bytes) -> bytes:
+    return b"" if name.lower() in HOP_BY_HOP else name.lower()
+
+
+_SENT, _ANSWERED = _Fates(_fate_upstream), _Fates(_fate_to_client)
 
 
 def _shadows(name: bytes) -> bool:
@@ -204,10 +230,15 @@ def _shadows(name: bytes) -> bool:
 
 
 def _named_by_connection(headers: Headers) -> frozenset[bytes]:
-    named = [value for name, value in headers if name == b"connection"]
-    if not named:
+    """The headers (names in lower case) that the connection's own says to drop, as far as it may."""
+    values = [value for name, value in headers if name == b"connection"]
+    if not values or values in _USUAL_CONNECTIONS:
         return frozenset()
-    return frozenset(token.strip().lower() for value in named for token in value.split(b",")) - {b"", b"close", b"keep-alive"}
+    tokens = frozenset(token.strip().lower() for value in values for token in value.split(b","))
+    return tokens - NEVER_NAMED_AWAY - {b"", b"close", b"keep-alive"}
+
+
+_USUAL_CONNECTIONS = ([b"keep-alive"], [b"close"], [b"Keep-Alive"], [b"Close"])
 
 
 def _content_length(headers: Headers) -> int | None:
