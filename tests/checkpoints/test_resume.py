@@ -16,6 +16,7 @@ from proxy.checkpoints.resume import Decision, Refusals, Replayed, Rule, decisio
 from proxy.compaction import CompactionResult
 from proxy.compaction.pipeline import compact
 from proxy.compaction.strategies import build
+from proxy.compaction.validation import violations
 from proxy.conversation import Conversation, said
 from proxy.windows import Budget
 from proxy.wire.chat_completions import MessageCache, read_message, write_message
@@ -468,3 +469,85 @@ def test_any_session_replays_to_what_was_forwarded(seed):
         assert done.made or is_prefix(before, forwarded(done))
         assert forwarded(from_nothing(part, fold(keep), lambda seen: small_rule(seen, trigger=200))) == forwarded(done)
         before = forwarded(done)
+
+
+class Client:
+    """Someone who talks, edits, rewinds, branches and moves marks; `parent` is what was forwarded for the request before."""
+
+    def __init__(self, rng):
+        self.rng, self.count = rng, 0
+        self.lines = [[user("the task")]]
+
+    def said(self):
+        self.count += 1
+        return prose(self.rng.randint(5, 40), self.count)
+
+    def turn(self, messages):
+        """One more exchange at the end of these messages."""
+        if self.rng.random() < 0.6:
+            ids = [f"c{self.rng.randint(0, 9)}" for _ in range(self.rng.randint(1, 3))]
+            calls = [call(id_, "look", at=self.count) for id_ in ids]
+            return [*messages, assistant(self.rng.choice([None, "I look."]), *calls), *(tool(id_, self.said()) for id_ in ids)]
+        return [*messages, assistant(self.said()), user(self.said())]
+
+    def marked(self, messages):
+        moved = [dict(message) for message in messages]
+        for message in [m for m in moved if m["role"] in ("user", "tool")][-2:]:
+            message["content"] = [{"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}]
+        return moved
+
+
+@pytest.mark.anyio
+async def test_two_thousand_requests_of_a_restless_client_break_nothing_but_what_was_edited():
+    rng = random.Random(11)
+    client, shared = Client(rng), MemoryStore(ttl=9e9, max_bytes=1 << 28)
+
+    def fresh():
+        proxy = Proxy(fold(3), lambda seen: small_rule(seen, trigger=500))
+        proxy.store = shared
+        return proxy
+
+    proxies = [fresh(), fresh()]
+    before = {}
+    seen = dict.fromkeys(("turn", "edit", "rewind", "branch", "restart", "events"), 0)
+    for _ in range(2000):
+        at = rng.randrange(len(client.lines))
+        line, move = client.lines[at], rng.random()
+        known = before.get(json.dumps(line))
+        if move < 0.86 or len(line) < 12:
+            seen["turn"] += 1
+            line = client.turn(line)
+        elif move < 0.9:
+            seen["edit"] += 1
+            place = rng.randrange(len(line))
+            line = (
+                [*line[:place], {**line[place], "content": client.said()}, *line[place + 1 :]] if line[place]["content"] else line
+            )
+            known = None
+        elif move < 0.94:
+            seen["rewind"] += 1
+            line = line[: rng.choice([i for i, m in enumerate(line) if m["role"] == "assistant"])] or line
+            known = None
+        elif move < 0.97:
+            seen["branch"] += 1
+            client.lines.append(client.turn(line))
+            known = None
+        else:
+            seen["restart"] += 1
+            proxies[rng.randrange(2)] = fresh()
+        client.lines[at] = line
+        if len(client.lines) > 6 or len(line) > 300:
+            client.lines.pop(at)
+            client.lines = client.lines or [[user(client.said())]]
+        done = await rng.choice(proxies).request(client.marked(line))
+        now = [json.loads(unmarked(raw)) for raw in forwarded(done)]
+        seen["events"] += bool(done.made)
+        assert violations(done.conversation).total() == 0
+        if known is not None and done.checkpoint == known[1]:
+            assert is_prefix(known[0], now)
+        elif known is not None:
+            # another checkpoint than before: this request's own event, or that of a branch with the same beginning
+            assert done.made or len(client.lines) > 1
+        before[json.dumps(line)] = (now, done.checkpoint)
+
+    assert all(count > 30 for count in seen.values()), seen
