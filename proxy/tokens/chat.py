@@ -127,7 +127,12 @@ class ChatRuler:
                     yield len(part.raw)
 
     def _unknown_fields(self) -> Iterator[FieldKey]:
-        return (key for key in (self._tools_key, self._format_key) if any(key[2:]) and key not in _FIELDS)
+        """What is still to be read of tools and response_format."""
+        if any(self._tools_key[2:]) and self._tools_key not in _FIELDS:
+            yield self._tools_key
+        asked = _FIELDS.get(self._answered_key)
+        if self._answered_key[2] and asked != 0 and not any(self._format_key(after) in _FIELDS for after in (True, False)):
+            yield self._answered_key
 
     # What the messages cost.
 
@@ -203,6 +208,8 @@ class ChatRuler:
             return images.document(part.raw)
         if part.raw.strip() in _NOTHING or part.place not in _SHOWN:
             return 0
+        if part.kind in ("reasoning", "refusal"):
+            return self._thought(part)
         if part.place == "content" and images.carries_data(part.raw):
             return images.document(part.raw)
         return self._words.count(part.raw.decode("utf-8", "replace"))
@@ -218,9 +225,12 @@ class ChatRuler:
             self.fields.get("functions", b""),
         )
 
+    def _format_key(self, after_tools: bool) -> FieldKey:
+        return "format after tools" if after_tools else "format", *self._answered_key[1:]
+
     @cached_property
-    def _format_key(self) -> FieldKey:
-        return "format", self.rules.encoding, self.fields.get("response_format", b""), b"tools" if self._tools_key[2] else b""
+    def _answered_key(self) -> FieldKey:
+        return "answered", self.rules.encoding, self.fields.get("response_format", b""), b""
 
     @property
     def offers_tools(self) -> bool:
@@ -270,7 +280,7 @@ class ChatRuler:
     @cached_property
     def _format(self) -> int:
         """Tokens of the wanted format, which stands after the tools, or alone in a system message of its own."""
-        return self._remembered(self._format_key, self._format_tokens)
+        return self._remembered(self._format_key(bool(self._offered)), self._format_tokens) if self._answered else 0
 
     def _format_tokens(self) -> int:
         wanted = self._wanted
@@ -284,6 +294,9 @@ class ChatRuler:
     @cached_property
     def _answered(self) -> int:
         """What an earlier answer costs more when a format is wanted: it is addressed to that format."""
+        return self._remembered(self._answered_key, self._answered_tokens)
+
+    def _answered_tokens(self) -> int:
         return 0 if self._wanted is None else 2 + self._words.count(self._wanted.name[:NAME])
 
     def _thoughts(self, messages: Sequence[Message]) -> Iterator[tuple[int, int]]:
@@ -316,7 +329,7 @@ class ChatRuler:
 
     def _instructed(self, messages: Sequence[Message]) -> int:
         """What tools and format change about the first system message: they follow it there instead of in one of their own."""
-        if self.rules.reasoning or not (self._offered or self._wanted):
+        if self.rules.reasoning or not (self._offered or self._answered):
             return 0
         first = next((message for message in messages if message.is_instruction), None)
         if first is None:
@@ -331,15 +344,17 @@ def _reasoning(message: Message) -> Iterator[Opaque]:
 
 
 def _words_of(value: object, depth: int = 0) -> str:
-    """The text within a reasoning field: a string, or objects that hold it beside signatures and encrypted copies."""
+    """The text within reasoning or a refusal: a string, or objects that hold it beside signatures and encrypted copies."""
     if isinstance(value, str):
         return value
+    if depth > 8:
+        return ""
     if isinstance(value, list):
-        return "".join(_words_of(each, depth) for each in value)
-    if isinstance(value, dict) and depth < 8:
-        return "".join(_words_of(value.get(key), depth + 1) for key in ("text", "thinking", "reasoning", "summary", "content"))
-    return ""
+        return "".join(_words_of(each, depth + 1) for each in value)
+    return "".join(_words_of(value.get(key), depth + 1) for key in _WORDY) if isinstance(value, dict) else ""
 
+
+_WORDY = ("text", "thinking", "reasoning", "summary", "content", "refusal")
 
 _SHOWN = frozenset({"content", "message", "refusal"})
 """Where the model sees what we do not read; vendors' fields beside the content are not text."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -223,6 +224,43 @@ def test_reasoning_in_several_forms_counts_once(total: Count) -> None:
     }
 
     assert total([user("x"), {**assistant("y"), **forms}], "claude-haiku-4.5") == total([user("x"), assistant("y")], "claude") + 2
+
+
+def test_the_signature_of_a_thought_is_not_counted(total: Count) -> None:
+    thought = {"type": "thinking", "thinking": "hello world", "signature": "c2lnbmF0dXJl" * 100}
+
+    def told(parts: list[dict[str, Any]]) -> int:
+        return total([user("x"), {"role": "assistant", "content": [*parts, {"type": "text", "text": "y"}]}], "claude")
+
+    assert told([thought]) - told([]) == 2
+
+
+def test_a_refusal_counts_as_its_words(total: Count) -> None:
+    refused = {"role": "assistant", "content": None, "refusal": "I'm sorry, I can't help with that."}
+    part = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I'm sorry, I can't help with that."}]}
+
+    assert total([refused]) == total([part]) == total([assistant("I'm sorry, I can't help with that.")])
+
+
+def test_a_format_costs_the_same_whatever_was_asked_before(total: Count) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "fresh", "strict": True, "schema": {"title": "nowhere else"}}}
+    alone = total([user("x")], response_format=wanted)
+
+    assert total([user("x")], response_format=wanted, tools=[]) == alone
+    assert total([user("x")], response_format=wanted, functions=[WEATHER["function"]]) == total(
+        [user("x")], response_format=wanted, tools=[WEATHER]
+    )
+    assert total([user("x")], response_format=wanted) == alone
+    assert total([user("x")], tools=[WEATHER]) < total([user("x")], tools=[WEATHER], response_format=wanted)
+
+
+def test_threads_that_count_at_once_agree(parsed: Callable[..., Any]) -> None:
+    rule, messages = parsed(agent_session(30, words=120, system="Counted by many at once."), tools=[WEATHER])
+
+    with ThreadPoolExecutor(8) as pool:
+        totals = set(pool.map(lambda _: ruler("gpt-4o", rule.fields).total(messages), range(40)))
+
+    assert totals == {rule.total(messages)}
 
 
 def test_the_total_is_the_fixed_part_and_the_sum_of_whole_steps() -> None:

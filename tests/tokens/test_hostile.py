@@ -89,6 +89,7 @@ DEEP = b"[" * 50_000 + b"]" * 50_000
 @example("gpt-4o", {"tools": DEEP, "response_format": DEEP, "tool_choice": DEEP, "thinking": DEEP}, [])
 @example("gpt-4o", {"tools": b"[" + b"9" * 100_000 + b"]"}, [])
 @example("qwen3", {}, [Message("assistant", (Opaque("reasoning", DEEP, "reasoning"),))])
+@example("qwen3", {}, [Message("assistant", (Opaque("reasoning", b"[" * 900 + b"]" * 900, "reasoning"),))])
 @example("gpt-4o", {}, [Message("assistant", (ToolCall("1", "f", "[" * 50_000), ToolCall("2", "f", '{"a":' * 50_000)))])
 @settings(max_examples=300, deadline=None)
 def test_any_messages_and_any_fields_have_a_count(model: str, fields: dict[str, bytes], messages: list[Message]) -> None:
