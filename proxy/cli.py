@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -13,9 +14,10 @@ from typing import Any, NoReturn
 
 import yaml
 
-from proxy import __version__, app, config, tokens
+from proxy import __version__, app, config, replay, tokens
 from proxy.compaction import CompactionResult
 from proxy.compaction.pipeline import compact
+from proxy.compactor import Wish
 from proxy.config import Config
 from proxy.errors import CompactionProxyError, ConfigError, Unreadable
 from proxy.windows import Budget, Window, Windows, budget
@@ -78,6 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     shrink.add_argument("--explain", action="store_true", help="a table of what each layer did, on stderr")
     shrink.set_defaults(run=_compact)
 
+    again = commands.add_parser(
+        "replay",
+        help="send recorded conversations again, turn by turn, and print what compaction does to them",
+        description="Replay recorded conversations (one JSON object with `messages` a line) as their clients sent them, each "
+        "request through the proxy's own decisions, and print tokens saved, facts kept, prefix breaks, requests that fit and "
+        "time per turn.",
+    )
+    _add_file(again)
+    again.add_argument("--window", type=_positive, action="append", metavar="N", help="context window in tokens; repeatable")
+    again.add_argument("--json", action="store_true", help="one JSON object for machines")
+    again.set_defaults(run=_replay)
+
     count = commands.add_parser(
         "count", help="count the tokens of the bodies in a file", description="The token count that the proxy would use."
     )
@@ -95,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("file", metavar="FILE")
     check.set_defaults(run=_check_config)
 
-    for command in (serve, shrink, count, models):
+    for command in (serve, shrink, again, count, models):
         command.add_argument("--config", metavar="FILE", help="configuration file, YAML or JSON (default: COMPACTION_CONFIG)")
     return parser
 
@@ -248,6 +262,46 @@ def explained(place: str, result: CompactionResult, aim: Budget) -> str:
         f"target {aim.target}, usable {aim.usable}; critical items: {kept.kept} kept, {kept.repaired} repaired, {kept.lost} lost",
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    settings = config.load(file=options.config)
+    told: dict[str, object] = {}
+    for window in options.window or [None]:
+        total, rows = asyncio.run(_replay_all(options, settings, window))
+        told[str(window or "model's own")] = {"total": total, "conversations": rows}
+    if options.json:
+        print(json.dumps(told, ensure_ascii=False))
+    else:
+        print(replay.LEGEND)
+    return 0
+
+
+async def _replay_all(
+    options: argparse.Namespace, settings: Config, window: int | None
+) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+    """Every conversation of the file under one window. Raises Failure."""
+    windows = app.build_windows(settings)
+    if window is not None:
+        windows = Windows({"*": config.Model(window=window)})
+    compactor = app.build_compactor(settings, windows)
+    whole, rows = replay.Tally(), {}
+    if not options.json:
+        print(f"window {window or 'as the model has it'}\n{replay.heading()}")
+    for number, body in enumerate(_bodies(options), 1):
+        try:
+            row = replay.read_row(body.raw, number, options.model)
+        except Unreadable as error:
+            raise Failure(f"{body.place}: not a recorded conversation ({error.reason})") from None
+        tally = await replay.replay(row, compactor, Wish())
+        rows[row.name] = tally.report()
+        whole.add(tally)
+        if not options.json:
+            print(replay.line(row.name, rows[row.name]), flush=True)
+    await compactor.aclose()
+    if not options.json:
+        print(replay.line("total", whole.report()) + "\n")
+    return whole.report(), rows
 
 
 def _count(options: argparse.Namespace) -> int:
