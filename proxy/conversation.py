@@ -71,6 +71,19 @@ class Message:
     name: str | None = None
     raw: bytes | None = field(default=None, compare=False, repr=False)
     origin: bytes | None = field(default=None, compare=False, repr=False)
+    calls: tuple[ToolCall, ...] = field(init=False, compare=False, repr=False)
+    is_result: bool = field(init=False, compare=False, repr=False)
+    _hash: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # worked out once: a message is parsed once in its life, but looked at by every request that carries it
+        set_field = object.__setattr__
+        set_field(self, "calls", tuple(part for part in self.parts if isinstance(part, ToolCall)))
+        set_field(self, "is_result", self.role in RESULT_ROLES)
+        set_field(self, "_hash", hash((self.role, self.parts, self.name)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def text(self) -> str:
@@ -80,16 +93,8 @@ class Message:
         return "".join(part.text for part in self.parts if isinstance(part, (Text, ToolResult)))
 
     @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        return tuple(part for part in self.parts if isinstance(part, ToolCall))
-
-    @property
     def is_instruction(self) -> bool:
         return self.role in INSTRUCTION_ROLES
-
-    @property
-    def is_result(self) -> bool:
-        return self.role in RESULT_ROLES
 
     def with_parts(self, parts: Iterable[Part]) -> Message:
         """The same message saying something else; itself when nothing differs."""
