@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.gc_collector import GCCollector
-from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.process_collector import ProcessCollector
 
 from proxy import __version__
-from proxy.figures import Figures, summary
+from proxy.figures import Figures, Rows, summary
 from proxy.records import (
     ANY,
     CHAT,
@@ -36,6 +35,8 @@ from proxy.records import (
     saved_by_layer,
     settle,
 )
+from proxy.tally import Counter, Gauge, Histogram, Snapshot, Tally
+from proxy.workers_figures import bury, new_worker, page_of, read, snapshot_of, write
 
 __all__ = ["ANY", "CHAT", "COMPACT", "Account", "Metrics", "ModelNames", "RequestRecord", "printable", "saved_by_layer", "settle"]
 
@@ -87,28 +88,11 @@ class ModelNames:
             return self._labels.setdefault(label, label)
 
 
-class Children(dict[Any, Any]):
-    """A metric's children, bound once: a lookup costs a tenth of `labels()`."""
-
-    def __init__(self, metric: Counter | Gauge | Histogram) -> None:
-        super().__init__()
-        self._metric = metric
-
-    def __missing__(self, values: Any) -> Any:
-        child = self[values] = self._metric.labels(*(values if isinstance(values, tuple) else (values,)))
-        return child
-
-    def begin(self, *values: Any) -> None:
-        """Shows these label values before anything happened, so that a first event is an increase."""
-        for value in values:
-            self[value]
-
-
 class Metrics:
     """All metrics of one process. `record` is called once a request, from any thread.
 
     model_names: exact names from the configuration, which always keep a label of their own.
-    directory: where prometheus-client's multiprocess files are when there are several workers: read back from there.
+    folder: where several workers share their figures (`workers_figures.fresh_folder()`); None when there is one worker.
     """
 
     def __init__(
@@ -118,15 +102,15 @@ class Metrics:
         model_names: Iterable[str] = (),
         layers: Iterable[str] = LAYERS,
         version: str = __version__,
-        directory: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` doubles the lines of a scrape and no panel asks for it
         self.registry = registry or CollectorRegistry()
-        self.directory = directory
         names = tuple(model_names)
         self.models, self.timed = ModelNames(names), ModelNames(names, MODELS_TIMED)
         self.started = time.time()
         self.recent: deque[dict[str, object]] = deque(maxlen=RECENT)
+        self._folder, self._worker = folder, new_worker()
+        self._tally = Tally()
         self._make_request_metrics()
         self._make_token_metrics()
         self._make_compaction_metrics()
@@ -134,15 +118,17 @@ class Metrics:
         self._make_summary_and_store_metrics()
         self._make_process_metrics(version)
         self._begin([self.models[name] for name in names], tuple(layers))
+        self.registry.register(self)
+        self.share()
 
-    def _counter(self, name: str, told: str, *labels: str) -> Children:
-        return Children(Counter(f"compaction_{name}", told, labels, registry=self.registry))
+    def _counter(self, name: str, told: str, *labels: str) -> Counter:
+        return self._tally.counter(f"compaction_{name}", told, *labels)
 
-    def _gauge(self, name: str, told: str, *labels: str, mode: Any = "livesum") -> Children:
-        return Children(Gauge(f"compaction_{name}", told, labels, registry=self.registry, multiprocess_mode=mode))
+    def _gauge(self, name: str, told: str, *labels: str, across: Literal["sum", "max"] = "sum") -> Gauge:
+        return self._tally.gauge(f"compaction_{name}", told, *labels, across=across)
 
-    def _histogram(self, name: str, told: str, buckets: tuple[float, ...], *labels: str) -> Children:
-        return Children(Histogram(f"compaction_{name}", told, labels, registry=self.registry, buckets=buckets))
+    def _histogram(self, name: str, told: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return self._tally.histogram(f"compaction_{name}", told, buckets, *labels)
 
     def _make_request_metrics(self) -> None:
         self._requests = self._counter("requests_total", "Requests answered.", "endpoint", "model", "code", "stream")
@@ -188,8 +174,8 @@ class Metrics:
         self._failures = self._counter("validation_failures_total", "Layers refused after their work was checked.", "rule")
         self._critical = self._counter("critical_items_total", "Facts that must survive, by what became of them.", "result")
         self._breaks = self._counter("prefix_breaks_total", "Forwarded prefixes that differ from the chain's last one.", "cause")
-        self._window = self._gauge("context_window_tokens", "What the model can hold.", "model", mode="livemax")
-        self._budget = self._gauge("budget_tokens", "What a request to the model may weigh.", "model", mode="livemax")
+        self._window = self._gauge("context_window_tokens", "What the model can hold.", "model", across="max")
+        self._budget = self._gauge("budget_tokens", "What a request to the model may weigh.", "model", across="max")
 
     def _make_upstream_metrics(self) -> None:
         self._upstream_duration = self._histogram(
@@ -216,38 +202,31 @@ class Metrics:
         self._store_duration = self._histogram(
             "checkpoint_duration_seconds", "Time that a call to the checkpoint store took.", SHORT, "store", "operation"
         )
-        self._store_bytes = self._gauge("checkpoint_bytes", "Size of the checkpoint store.", "store", mode="livemax")
+        self._store_bytes = self._gauge("checkpoint_bytes", "Size of the checkpoint store.", "store", across="max")
         self._degraded = self._gauge(
-            "tokenizer_degraded", "1 while counts of this encoding are estimates.", "encoding", mode="livemax"
+            "tokenizer_degraded", "1 while counts of this encoding are estimates.", "encoding", across="max"
         )
 
     def _make_process_metrics(self, version: str) -> None:
-        build = self._gauge("build_info", "Always 1; the label says what runs.", "version", mode="livemax")
-        build[version].set(1)
-        self._loaded = Gauge(
-            "compaction_config_loaded_timestamp_seconds",
-            "When the configuration was loaded.",
-            registry=self.registry,
-            multiprocess_mode="livemax",
-        )
-        self._loaded.set(self.started)
-        if self.directory is None:  # with several workers the figures of whichever answers the scrape would mislead
+        self._gauge("build_info", "Always 1; the label says what runs.", "version", across="max").set((version,), 1)
+        self._loaded = self._gauge("config_loaded_timestamp_seconds", "When the configuration was loaded.", across="max")
+        self._loaded.set((), self.started)
+        if self._folder is None:  # with several workers the figures of whichever answers the scrape would mislead
             ProcessCollector(registry=self.registry)
             GCCollector(registry=self.registry)
 
     def _begin(self, models: list[str], layers: tuple[str, ...]) -> None:
-        self._inflight.begin(*ENDPOINTS)
-        self._disconnects.begin(*ENDPOINTS)
-        self._aborts.begin(*ENDPOINTS)
-        self._overhead.begin(*PHASES)
-        self._passthrough.begin(*PASSTHROUGH_REASONS)
-        self._failures.begin(*RULES)
-        self._critical.begin("kept", "repaired", "lost")
-        self._breaks.begin(*PREFIX_BREAKS)
-        self._upstream_errors.begin(*UPSTREAM_ERRORS)
+        for by_endpoint in (self._inflight, self._disconnects, self._aborts):
+            by_endpoint.begin(*((endpoint,) for endpoint in ENDPOINTS))
+        self._overhead.begin(*((phase,) for phase in PHASES))
+        self._passthrough.begin(*((reason,) for reason in PASSTHROUGH_REASONS))
+        self._failures.begin(*((rule,) for rule in RULES))
+        self._critical.begin(("kept",), ("repaired",), ("lost",))
+        self._breaks.begin(*((cause,) for cause in PREFIX_BREAKS))
+        self._upstream_errors.begin(*((reason,) for reason in UPSTREAM_ERRORS))
         for model in models:
             for tokens in (self._received, self._forwarded, self._gaps, self._shadow, self._cached):
-                tokens.begin(model)
+                tokens.begin((model,))
             self._saved.begin(*((model, layer) for layer in layers))
             self._events.begin(*((model, outcome) for outcome in OUTCOMES))
             self._overflows.begin(*((model, result) for result in OVERFLOWS))
@@ -256,81 +235,80 @@ class Metrics:
     def record(self, record: RequestRecord) -> None:
         """Takes one request into every metric that it touches; the one place where requests are counted."""
         model, timed = self.models[record.model], self.timed[record.model]
-        self._record_request(record, model, timed)
-        account = self._record_tokens(record, model)
-        self._record_compaction(record, model, timed)
-        self._record_upstream(record, model, timed)
+        with self._tally.lock:
+            self._record_request(record, model, timed)
+            account = self._record_tokens(record, model)
+            self._record_compaction(record, model, timed)
+            self._record_upstream(record, model, timed)
         if record.outcome in OUTCOMES:
             self._remember(record, model, account)
 
     def _record_request(self, record: RequestRecord, model: str, timed: str) -> None:
         endpoint = record.endpoint if record.endpoint in ENDPOINTS else ANY
         stream = "true" if record.stream else "false"
-        exemplar = {"trace_id": record.trace_id} if record.trace_id else None
-        self._requests[endpoint, model, _code(record.code), stream].inc()
+        self._requests.add((endpoint, model, _code(record.code), stream))
         if record.duration is not None:
-            self._duration[endpoint, timed, stream].observe(record.duration, exemplar)
+            self._duration.observe((endpoint, timed, stream), record.duration, record.trace_id)
         if record.first_chunk is not None:
-            self._first_chunk[timed].observe(record.first_chunk, exemplar)
+            self._first_chunk.observe((timed,), record.first_chunk, record.trace_id)
         for phase, seconds in record.overhead:
-            self._overhead[_closed(phase, PHASES)].observe(max(seconds, 0.0))
+            self._overhead.observe((_closed(phase, PHASES),), max(seconds, 0.0))
         if record.client_disconnect:
-            self._disconnects[endpoint].inc()
+            self._disconnects.add((endpoint,))
         if record.stream_abort:
-            self._aborts[endpoint].inc()
+            self._aborts.add((endpoint,))
 
     def _record_tokens(self, record: RequestRecord, model: str) -> Account | None:
         if record.received is None:
             return None
         account = settle(record.received, record.received if record.forwarded is None else record.forwarded, record.saved)
-        self._received[model].inc(account.received)
-        self._forwarded[model].inc(account.forwarded)
+        self._received.add((model,), account.received)
+        self._forwarded.add((model,), account.forwarded)
         for layer, tokens in account.saved:
-            self._saved[model, layer].inc(tokens)
+            self._saved.add((model, layer), tokens)
         if account.gap:
-            self._gaps[model].inc(account.gap)
+            self._gaps.add((model,), account.gap)
         if record.shadow_saved > 0:
-            self._shadow[model].inc(record.shadow_saved)
+            self._shadow.add((model,), record.shadow_saved)
         if record.cost_saved is not None:
-            self._cost[model].inc(max(record.cost_saved, 0.0))
+            self._cost.add((model,), max(record.cost_saved, 0.0))
         return account
 
     def _record_compaction(self, record: RequestRecord, model: str, timed: str) -> None:
         if record.outcome in OUTCOMES:
-            self._events[model, record.outcome].inc()
+            self._events.add((model, record.outcome))
         if record.passthrough is not None and record.outcome not in ("applied", "reused"):
-            self._passthrough[_closed(record.passthrough, PASSTHROUGH_REASONS)].inc()
+            self._passthrough.add((_closed(record.passthrough, PASSTHROUGH_REASONS),))
         if record.ratio is not None:
-            self._ratio[timed].observe(record.ratio)
+            self._ratio.observe((timed,), record.ratio)
         if record.fill_before is not None:
-            self._fill[timed, "before"].observe(record.fill_before)
+            self._fill.observe((timed, "before"), record.fill_before)
         if record.fill_after is not None:
-            self._fill[timed, "after"].observe(record.fill_after)
+            self._fill.observe((timed, "after"), record.fill_after)
         for rule in record.validation_failures:
-            self._failures[_closed(rule, RULES)].inc()
+            self._failures.add((_closed(rule, RULES),))
         for result in ("kept", "repaired", "lost"):
             count = getattr(record.critical, result)
             if count:
-                self._critical[result].inc(count)
+                self._critical.add((result,), count)
         if record.prefix_break is not None:
-            self._breaks[_closed(record.prefix_break, PREFIX_BREAKS)].inc()
+            self._breaks.add((_closed(record.prefix_break, PREFIX_BREAKS),))
 
     def _record_upstream(self, record: RequestRecord, model: str, timed: str) -> None:
         if record.upstream_duration is not None:
-            exemplar = {"trace_id": record.trace_id} if record.trace_id else None
-            self._upstream_duration[timed].observe(record.upstream_duration, exemplar)
+            self._upstream_duration.observe((timed,), record.upstream_duration, record.trace_id)
         if record.overflow is not None:
-            self._overflows[model, _closed(record.overflow, OVERFLOWS)].inc()
+            self._overflows.add((model, _closed(record.overflow, OVERFLOWS)))
         if record.usage_input is not None:
-            self._usage[model, "input"].inc(max(record.usage_input, 0))
+            self._usage.add((model, "input"), max(record.usage_input, 0))
         if record.usage_output is not None:
-            self._usage[model, "output"].inc(max(record.usage_output, 0))
+            self._usage.add((model, "output"), max(record.usage_output, 0))
         if record.usage_cached is not None:
-            self._cached[model].inc(max(record.usage_cached, 0))
+            self._cached.add((model,), max(record.usage_cached, 0))
         if record.count_error is not None:
-            self._count_error[timed].observe(record.count_error)
+            self._count_error.observe((timed,), record.count_error)
         if record.upstream_error is not None:
-            self._upstream_errors[_closed(record.upstream_error, UPSTREAM_ERRORS)].inc()
+            self._upstream_errors.add((_closed(record.upstream_error, UPSTREAM_ERRORS),))
 
     def _remember(self, record: RequestRecord, model: str, account: Account | None) -> None:
         self.recent.appendleft(
@@ -344,16 +322,24 @@ class Metrics:
             }
         )
 
-    def inflight(self, endpoint: str) -> AbstractContextManager[object]:
+    @contextmanager
+    def inflight(self, endpoint: str) -> Iterator[None]:
         """`with metrics.inflight(CHAT):` counts a request while it is served."""
-        context: AbstractContextManager[object] = self._inflight[endpoint if endpoint in ENDPOINTS else ANY].track_inprogress()
-        return context
+        key = (endpoint if endpoint in ENDPOINTS else ANY,)
+        with self._tally.lock:
+            self._inflight.add(key)
+        try:
+            yield
+        finally:
+            with self._tally.lock:
+                self._inflight.add(key, -1)
 
     def set_window(self, model: str, window: int, budget: int) -> None:
         """What a model can hold and what a request to it may weigh, in tokens."""
-        label = self.models[model]
-        self._window[label].set(window)
-        self._budget[label].set(budget)
+        key = (self.models[model],)
+        with self._tally.lock:
+            self._window.set(key, window)
+            self._budget.set(key, budget)
 
     def observe_summary(
         self,
@@ -367,46 +353,64 @@ class Metrics:
     ) -> None:
         """One call for a summary. outcome: `ok` or `SummaryFailed.outcome`. cost: US dollars, None unpriced."""
         label = self.models[model]
-        self._summaries[label, outcome].inc()
-        self._summary_tokens[label, "input"].inc(tokens_in)
-        self._summary_tokens[label, "output"].inc(tokens_out)
-        if seconds is not None:
-            self._summary_duration[self.timed[model]].observe(seconds)
-        if cost is not None:
-            self._summary_cost[label].inc(cost)
+        with self._tally.lock:
+            self._summaries.add((label, outcome))
+            self._summary_tokens.add((label, "input"), tokens_in)
+            self._summary_tokens.add((label, "output"), tokens_out)
+            if seconds is not None:
+                self._summary_duration.observe((self.timed[model],), seconds)
+            if cost is not None:
+                self._summary_cost.add((label,), cost)
 
     def observe_checkpoint(self, store: str, operation: str, result: str, seconds: float | None = None) -> None:
         """One call to the checkpoint store. store: its scheme; operation: get, put; result: hit, miss, stored, kept, error."""
-        self._store[store, operation, result].inc()
-        if seconds is not None:
-            self._store_duration[store, operation].observe(seconds)
+        with self._tally.lock:
+            self._store.add((store, operation, result))
+            if seconds is not None:
+                self._store_duration.observe((store, operation), seconds)
 
     def set_checkpoint_bytes(self, store: str, size: int) -> None:
-        self._store_bytes[store].set(size)
+        with self._tally.lock:
+            self._store_bytes.set((store,), size)
 
     def set_tokenizer_degraded(self, encoding: str, degraded: bool) -> None:
-        self._degraded[encoding].set(1 if degraded else 0)
+        with self._tally.lock:
+            self._degraded.set((encoding,), 1 if degraded else 0)
 
     def set_config_loaded(self, timestamp: float) -> None:
         """When the configuration in force was loaded: Unix time."""
-        self._loaded.set(timestamp)
+        with self._tally.lock:
+            self._loaded.set((), timestamp)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type) in the format that the scraper asks for: OpenMetrics or Prometheus text. Takes milliseconds."""
         encoder, content_type = choose_encoder(accept)
-        return encoder(self._readable()), content_type
+        return encoder(self.registry), content_type
 
-    def _readable(self) -> CollectorRegistry:
-        if self.directory is None:
-            return self.registry
-        merged = CollectorRegistry()
-        MultiProcessCollector(merged, path=str(self.directory))  # type: ignore[no-untyped-call]
-        return merged
+    def collect(self) -> Iterator[Metric]:
+        """For the registry: every metric, all read at the same moment."""
+        return self._tally.families(self._whole())
+
+    def share(self) -> None:
+        """Puts this worker's figures where whichever worker is scraped finds them. Due twice a second, and at the end."""
+        if self._folder is not None:
+            write(self._folder, self._worker, page_of(self._tally.snapshot(), tuple(self.recent)))
+
+    def bury(self, process: int) -> None:
+        """Keeps what a worker that is gone has counted. For the process that starts the workers."""
+        if self._folder is not None:
+            kinds = self._tally.definitions.values()
+            bury(self._folder, process, {definition.name for definition in kinds if definition.kind != "gauge"})
+
+    def _whole(self) -> Snapshot:
+        if self._folder is None:
+            return self._tally.snapshot()
+        return self._tally.merged(snapshot_of(page) for page in read(self._folder))
 
     def figures(self) -> Figures:
         """All samples as they stand."""
-        found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-        for family in self._readable().collect():
+        found: dict[str, Rows] = {}
+        for family in self.collect():
             for sample in family.samples:
                 found.setdefault(sample.name, []).append((sample.labels, sample.value))
         return Figures(found)
@@ -414,7 +418,13 @@ class Metrics:
     def stats(self) -> dict[str, object]:
         """The same figures as the exposition, for people and scripts: totals, by model, by layer, the last events."""
         uptime = {"started": round(self.started, 3), "uptime_seconds": round(time.time() - self.started, 3)}
-        return uptime | summary(self.figures()) | {"recent_events": list(self.recent)}
+        return uptime | summary(self.figures()) | {"recent_events": self._events_of_all()}
+
+    def _events_of_all(self) -> list[dict[str, object]]:
+        if self._folder is None:
+            return list(self.recent)
+        events = [event for page in read(self._folder) for event in page.events]
+        return sorted(events, key=lambda event: str(event["at"]), reverse=True)[:RECENT]
 
 
 def _code(status: int) -> str:

@@ -6,6 +6,7 @@ import random
 import string
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -45,13 +46,19 @@ APPLIED = RequestRecord(
 )
 
 
-def scraped(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    body, _ = metrics.exposition()
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def samples(exposition: str) -> Samples:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(body.decode())
+        for family in text_string_to_metric_families(exposition)
         for sample in family.samples
     }
+
+
+def scraped(metrics: Metrics) -> Samples:
+    return samples(metrics.exposition()[0].decode())
 
 
 def value(metrics: Metrics, name: str, **labels: str) -> float | None:
@@ -378,30 +385,86 @@ WORKER = """
 import sys
 from pathlib import Path
 from proxy.metrics import Metrics, RequestRecord
-metrics = Metrics(model_names=["gpt-4o"], version="1", directory=Path(sys.argv[1]))
+metrics = Metrics(model_names=["gpt-4o"], version="1", folder=Path(sys.argv[1]))
 metrics.set_window("gpt-4o", 1000, 800)
-for _ in range(int(sys.argv[2])):
-    metrics.record(RequestRecord(model="gpt-4o", duration=0.5, received=100, forwarded=40, saved=(("snip", 60),)))
-if sys.argv[2] == "3":
+with metrics.inflight("/chat/completions"):
+    for _ in range(int(sys.argv[2])):
+        metrics.record(RequestRecord(model="gpt-4o", duration=0.5, received=100, forwarded=40, saved=(("snip", 60),),
+                                     outcome="applied"))
+    metrics.share()
     print(metrics.exposition()[0].decode())
 """
 
 
-def test_the_figures_of_several_workers_add_up(tmp_path: Path) -> None:
-    printed = ""
-    for requests in ("1", "2", "3"):
-        printed = subprocess.run(
-            [sys.executable, "-c", WORKER, str(tmp_path), requests],
-            env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+def worked(folder: Path, requests: int) -> tuple[int, Samples]:
+    """A worker of its own that serves so many requests, and ends without a word: its process id, and what it told at last."""
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, str(folder), str(requests)], stdout=subprocess.PIPE, text=True)
+    printed, _ = worker.communicate()
+    assert worker.returncode == 0
+    return worker.pid, samples(printed)
 
-    samples = {
-        (s.name, tuple(sorted(s.labels.items()))): s.value for f in text_string_to_metric_families(printed) for s in f.samples
-    }
-    assert samples["compaction_prompt_tokens_received_total", (("model", "gpt-4o"),)] == 600
-    assert samples["compaction_prompt_tokens_forwarded_total", (("model", "gpt-4o"),)] == 240
-    assert samples["compaction_prompt_tokens_saved_total", (("layer", "snip"), ("model", "gpt-4o"))] == 360
-    assert samples["compaction_context_window_tokens", (("model", "gpt-4o"),)] == 1000
+
+def test_the_figures_of_several_workers_add_up_whichever_is_asked(tmp_path: Path) -> None:
+    worked(tmp_path, 1)
+    worked(tmp_path, 2)
+    _, told = worked(tmp_path, 3)
+
+    assert told["compaction_prompt_tokens_received_total", (("model", "gpt-4o"),)] == 600
+    assert told["compaction_prompt_tokens_forwarded_total", (("model", "gpt-4o"),)] == 240
+    assert told["compaction_prompt_tokens_saved_total", (("layer", "snip"), ("model", "gpt-4o"))] == 360
+    duration = (("endpoint", CHAT), ("model", "gpt-4o"), ("stream", "false"))
+    assert told["compaction_request_duration_seconds_count", duration] == 6
+    assert told["compaction_context_window_tokens", (("model", "gpt-4o"),)] == 1000
+    assert told["compaction_inflight_requests", (("endpoint", CHAT),)] == 3
+    assert len(Metrics(folder=tmp_path).stats()["recent_events"]) == 6  # type: ignore[arg-type]
+
+
+def test_what_a_worker_counted_outlives_it_and_what_it_had_in_flight_does_not(tmp_path: Path) -> None:
+    starter = Metrics(folder=tmp_path)
+    gone = [worked(tmp_path, requests)[0] for requests in (1, 2, 3)]
+
+    for process in gone:
+        starter.bury(process)
+    starter.bury(gone[0])
+
+    told = samples(starter.exposition()[0].decode())
+    assert told["compaction_prompt_tokens_received_total", (("model", "gpt-4o"),)] == 600
+    assert told["compaction_inflight_requests", (("endpoint", CHAT),)] == 0
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
+def test_no_counter_seems_to_go_back_when_another_worker_answers(tmp_path: Path) -> None:
+    first, second = Metrics(folder=tmp_path), Metrics(folder=tmp_path)
+    first.record(RequestRecord(model="m", received=10, forwarded=10))
+
+    before = value(first, "compaction_prompt_tokens_received_total", model="m")
+    told_by_other = value(second, "compaction_prompt_tokens_received_total", model="m")
+    first.share()
+    after = [value(one, "compaction_prompt_tokens_received_total", model="m") for one in (first, second)]
+
+    assert before == told_by_other is None
+    assert after == [10, 10]
+
+
+def test_the_account_adds_up_in_every_scrape_while_requests_are_recorded() -> None:
+    metrics = Metrics()
+    record = RequestRecord(model="m", received=100, forwarded=30, saved=(("snip", 70),), outcome="applied")
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            metrics.record(record)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    try:
+        gaps = set()
+        for _ in range(200):
+            figures = metrics.figures()
+            received, forwarded = (figures.whole(f"prompt_tokens_{one}_total") for one in ("received", "forwarded"))
+            gaps.add(received - forwarded - figures.whole("prompt_tokens_saved_total"))
+    finally:
+        ended.set()
+        serving.join()
+
+    assert gaps == {0}

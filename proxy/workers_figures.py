@@ -1,0 +1,89 @@
+"""The figures of several workers, in a folder that they share: each writes its own, whoever is scraped reads them all.
+
+Also a worker that is scraped reads its own figures from the folder: every worker then tells the same, and no counter seems
+to go back because the last scrape was answered by another one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from proxy.tally import Key, Snapshot, merge
+
+ENDED = "ended.json"
+"""What is left of workers that are gone."""
+
+
+class Page(msgspec.Struct, frozen=True):
+    """One worker's figures as they are written. events: the newest of its events, newest first. holds: workers within it."""
+
+    figures: dict[str, list[tuple[Key, list[float]]]]
+    events: list[dict[str, object]] = []
+    holds: list[str] = []
+
+
+def snapshot_of(page: Page) -> Snapshot:
+    return {name: {tuple(key): values for key, values in rows} for name, rows in page.figures.items()}
+
+
+def page_of(snapshot: Snapshot, events: Sequence[dict[str, object]] = (), holds: Sequence[str] = ()) -> Page:
+    return Page({name: list(rows.items()) for name, rows in snapshot.items()}, list(events), list(holds))
+
+
+def fresh_folder() -> Path:
+    """A folder for one start of the proxy: what an earlier start has left must not count."""
+    return Path(tempfile.mkdtemp(prefix="compaction-proxy-figures-"))
+
+
+def new_worker() -> str:
+    """A name for this worker; process ids are used again, so the time is in it."""
+    return f"{os.getpid()}-{time.time_ns()}"
+
+
+def write(folder: Path, worker: str, page: Page) -> None:
+    """Puts a worker's figures there, whole or not at all."""
+    draft = folder / f".{worker}"
+    draft.write_bytes(msgspec.json.encode(page))
+    draft.replace(folder / f"{worker}.json")
+
+
+def read(folder: Path) -> list[Page]:
+    """Every worker's figures, and those of the ones that are gone; nobody's twice, and nobody's left out."""
+    while True:
+        try:
+            return _read(folder)
+        except FileNotFoundError:  # one was buried meanwhile: once more, and it is in what is left of them
+            continue
+
+
+def _read(folder: Path) -> list[Page]:
+    ended = folder / ENDED
+    pages = [_decoded(ended)] if ended.exists() else []
+    gone = {worker for page in pages for worker in page.holds}
+    return pages + [_decoded(path) for path in sorted(folder.glob("*.json")) if path.stem not in gone and path != ended]
+
+
+def _decoded(path: Path) -> Page:
+    return msgspec.json.decode(path.read_bytes(), type=Page)
+
+
+def bury(folder: Path, process: int, kept: Collection[str]) -> None:
+    """Adds what a process that is gone has counted to what is left of all before it. For whoever starts the workers, alone.
+
+    kept: metrics that outlive their worker: counters and histograms. What it had in flight is gone with it.
+    """
+    for path in folder.glob(f"{process}-*.json"):
+        ended = folder / ENDED
+        pages = [_decoded(one) for one in (ended, path) if one.exists()]
+        sums: Snapshot = {}
+        for page in pages:
+            merge(sums, {name: rows for name, rows in snapshot_of(page).items() if name in kept})
+        holds = [worker for page in pages for worker in page.holds] + [path.stem]
+        write(folder, ended.stem, page_of(sums, holds=holds))
+        path.unlink()
