@@ -326,8 +326,8 @@ async def rig(folder: Path, *, summaries: bool = False, arguments: Sequence[str]
             with (folder / f"{name}.log").open("wb") as log:
                 processes.append(await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=log, stderr=STDOUT))
         built = Rig(*(f"http://127.0.0.1:{port}" for port in (proxy_port, admin_port, prometheus_port)), time.time())
-        await up(built.admin + "/readyz", processes[0])
-        await up(built.prometheus + "/-/ready", processes[1])
+        await up(built.admin + "/readyz", processes[0], folder / "proxy.log")
+        await up(built.prometheus + "/-/ready", processes[1], folder / "prometheus.log")
         yield built
     finally:
         for process in processes:
@@ -339,7 +339,7 @@ async def rig(folder: Path, *, summaries: bool = False, arguments: Sequence[str]
         await serving
 
 
-async def up(url: str, process: Process) -> None:
+async def up(url: str, process: Process, log: Path) -> None:
     """Waits until it answers 200. Raises RuntimeError when the process ends before."""
     async with httpx.AsyncClient(trust_env=False) as http:
         while process.returncode is None:
@@ -347,4 +347,4 @@ async def up(url: str, process: Process) -> None:
                 if (await http.get(url)).status_code == 200:
                     return
             await asyncio.sleep(0.1)
-    raise RuntimeError(f"what should answer at {url} ended with {process.returncode}")
+    raise RuntimeError(f"what should answer at {url} ended with {process.returncode}: {log.read_text()[-2000:]}")
