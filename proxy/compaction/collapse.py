@@ -1,39 +1,30 @@
 """Old steps become one summary message: what must not be forgotten, and the lines most likely needed again.
 
-The plan says which steps stay whole, which stay with their outputs shortened by lines, and which are folded; the digest then
-chooses lines for both kinds alike, until the whole meets the budget's target.
+The plan says which steps stay and which are folded; the digest then chooses lines of folded steps and of shortened outputs
+alike, until the whole meets the budget's target.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from proxy.compaction import digest, forecast, json_text, ledger, reserve, shorten, signals, summary
 from proxy.compaction.digest import Picks, Source
 from proxy.compaction.ledger import Ledger
 from proxy.compaction.outputs import with_text
+from proxy.compaction.plan import History, Mode, Plan, call_text, planned
 from proxy.compaction.reserve import Quote
 from proxy.compaction.summary import Earlier, is_summary
-from proxy.compaction.voices import Voice, voices
-from proxy.conversation import Conversation, Message, Step, ToolCall
-from proxy.tokens import Ruler
+from proxy.conversation import Conversation, Message, Step
 from proxy.windows import Budget
 
 __all__ = ["ContextCollapse", "is_summary", "repair"]
 
-TASK_SHARE = 0.30
-"""Of what the preamble leaves: what the first task may take verbatim."""
-TAIL_SHARE = 0.30
-"""Of what is left then: the newest steps that stay in place."""
-NEWEST_SHARE = 0.70
-"""The newest step stays byte-identical up to this share of what is left."""
-STUB_TOKENS = 12
-"""What a result that stays in place costs at least."""
 FRAME_TOKENS = 60
-"""About what the summary's own words cost: opening, headings, seal."""
+"""About what a summary's own words cost: opening, headings, seal."""
+LEAD_SHARE = 0.15
+"""Of the room: the ledger in another style than `detailed`, which comes first in the summary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +32,13 @@ class ContextCollapse:
     """Folds the steps before the newest ones into one summary message, so that the whole meets the budget's target."""
 
     keep_recent: int = 10
-    """Messages that stay in place where they fit."""
+    """Messages that stay in place where they fit (more do, where there is room)."""
     style: ledger.Style = "detailed"
-    """How the ledger is written."""
-    mode: Literal["prefix", "sliding_window", "importance"] = "prefix"
-    """Which steps are folded."""
+    """How the ledger is written: `detailed` quotes lines of the history too; the others are short."""
+    mode: Mode = "prefix"
+    """Which steps are folded: the old ones into one message; each old window into one; or by importance."""
+    window: int = 10
+    """sliding_window: messages in a window."""
     role: str = "user"
     """Role of the summary message; never an instruction's."""
     key: bytes = b""
@@ -59,209 +52,204 @@ class ContextCollapse:
         if not conversation.steps or budget.ruler.total(conversation.messages) <= budget.target:
             return conversation
         history = History(conversation, budget.ruler, self.key)
-        return _written(history, _planned(history, budget), budget, self)
+        plan = planned(history, budget.target, mode=self.mode, keep_recent=self.keep_recent, window=self.window)
+        return _Fold(self, history, plan, budget.target).result()
 
 
-# --- what there is --------------------------------------------------------------------------------------------------
-
-
-class History:
-    """A conversation as the planner sees it: who speaks in each step, what it costs, which steps are summaries of ours."""
-
-    def __init__(self, conversation: Conversation, ruler: Ruler, key: bytes) -> None:
-        self.conversation, self.ruler = conversation, ruler
-        self.steps: tuple[Step, ...] = conversation.steps
-        self.voices: tuple[Voice, ...] = voices(self.steps)
-        bodies = {i: body for i, step in enumerate(self.steps) if (body := summary.body_of(step.head, key)) is not None}
-        self.summaries = frozenset(bodies)
-        self.earlier: tuple[Earlier, ...] = tuple(summary.read(body) for body in bodies.values())
-
-    @property
-    def newest(self) -> int:
-        return len(self.steps) - 1
-
-    @property
-    def last_user(self) -> int | None:
-        """The last user message that is not a summary of ours."""
-        steps = self.steps
-        return next((i for i in range(self.newest, -1, -1) if steps[i].head.role == "user" and i not in self.summaries), None)
-
-    @property
-    def task(self) -> int | None:
-        """The first thing that a person asked for."""
-        return next((i for i, voice in enumerate(self.voices) if voice == "request" and i not in self.summaries), None)
-
-    def cost(self, i: int) -> int:
-        return sum(self.ruler.message(message) for message in self.steps[i].messages)
-
-    def skeleton(self, i: int) -> int:
-        """What a step costs at least: the assistant's words and calls, a stub for each output."""
-        step = self.steps[i]
-        if self.voices[i] == "observation" or step.head.is_result:
-            return STUB_TOKENS
-        return self.ruler.message(step.head) + STUB_TOKENS * len(step.results)
-
-    def rate(self, message: Message) -> float:
-        """Tokens per character."""
-        size = len(message.text) + sum(len(call.arguments) + len(call.name) for call in message.calls)
-        return min(1.5, self.ruler.message(message) / size) if size else 0.3
-
-    def mentions(self) -> Iterator[forecast.Mention]:
-        turn = 0
-        for earlier in self.earlier:
-            for _, text in earlier.excerpts:
-                yield forecast.Mention(text, 0, "output")
-        speakers: dict[Voice, forecast.Speaker] = {"assistant": "words", "request": "asked"}
-        for i, step in enumerate(self.steps):
-            if i in self.summaries:
-                continue
-            turn += self.voices[i] == "assistant"
-            if step.head.text:
-                yield forecast.Mention(step.head.text, turn, speakers.get(self.voices[i], "output"))
-            for call in step.head.calls:
-                yield forecast.Mention(call_text(call), turn, "call")
-            for result in step.results:
-                yield forecast.Mention(result.text, turn, "output")
+# --- where lines may come from --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
-    """Which steps stay whole, which stay with outputs shortened by lines; all others are folded. room: tokens for lines.
-    edited: the first task, when it is too long to stay whole."""
+class _Candidate:
+    """A text that lines may be taken from. message: the one that it stays in, None when it is folded into summary `group`."""
 
-    whole: frozenset[int]
-    partial: frozenset[int]
-    room: float
-    edited: dict[int, Message]
+    source: Source
+    message: Message | None
+    group: int = 0
 
 
-def _planned(history: History, budget: Budget) -> _Plan:
-    ruler, newest = history.ruler, history.newest
-    room: float = budget.target - ruler.total(history.conversation.preamble)
-    whole = {i for i, step in enumerate(history.steps) if step.is_pending or step.head.is_instruction}
-    if history.last_user is not None:
-        whole.add(history.last_user)
-    room -= sum(history.cost(i) for i in whole)
-    edited: dict[int, Message] = {}
-    task = history.task
-    if task is not None and task not in whole and task != newest:
-        limit = max(64, int(TASK_SHARE * room))
-        cost = history.cost(task)
-        if cost > limit:
-            edited[task] = _shorter(history.steps[task].head, limit, ruler)
-            cost = ruler.message(edited[task])
-        whole.add(task)
-        room -= cost
-    partial: set[int] = set()
-    if newest not in whole:
-        if history.cost(newest) <= NEWEST_SHARE * room:
-            whole.add(newest)
-            room -= history.cost(newest)
-        else:
-            partial.add(newest)
-            room -= history.skeleton(newest)
-    tail = TAIL_SHARE * room
-    for i in range(newest - 1, -1, -1):
-        if i in whole:
-            continue
-        cost = history.skeleton(i)
-        if cost > tail or i in history.summaries:
-            break
-        tail -= cost
-        room -= cost
-        partial.add(i)
-    return _Plan(frozenset(whole), frozenset(partial), room, edited)
+def _candidates(history: History, plan: Plan) -> list[_Candidate]:
+    found: list[_Candidate] = []
+    for earlier in history.earlier:
+        found.extend(_Candidate(Source(-1, label, text, 0.3), None) for label, text in earlier.excerpts)
+    group_of = {i: number for number, group in enumerate(plan.groups) for i in group}
+    for i, step in enumerate(history.steps):
+        if i in plan.partial:
+            found.extend(_inline(history, i, step))
+        elif i in group_of and i not in plan.silent and i not in history.summaries:
+            found.extend(_Candidate(source, None, group_of[i]) for source in _folded(history, i, step))
+    return [candidate for candidate in found if candidate.source.text.strip()]
 
 
-def _shorter(message: Message, tokens: int, ruler: Ruler) -> Message:
-    """The message with the middle of its words left out, in about `tokens`."""
-    text = message.text
-    rate = ruler.message(message) / max(1, len(text))
-    shorter = message
-    for _ in range(4):
-        shorter = with_text(message, shorten.cut_middle(text, max(80, int(tokens / rate))))
-        cost = ruler.message(shorter)
-        if cost <= tokens:
-            break
-        rate *= cost / tokens * 1.02
-    return shorter
+def _inline(history: History, i: int, step: Step) -> Iterator[_Candidate]:
+    outputs = step.messages if history.is_output(i) else step.results
+    for message in outputs:
+        index = step.stop - len(outputs) + outputs.index(message)
+        yield _Candidate(Source(index, "", message.text, history.rate(message), inline=True, output=True), message)
+
+
+def _folded(history: History, i: int, step: Step) -> Iterator[Source]:
+    head, rate, output = step.head, history.rate(step.head), history.is_output(i)
+    who = (head.name or "output") if output else head.role
+    yield Source(step.start, f"{step.start} {who}", head.text, rate, output=output)
+    for call in head.calls:
+        yield Source(step.start, f"{step.start} {call.name}", call_text(call), rate)
+    for position, result in enumerate(step.results, 1):
+        name = head.calls[position - 1].name if position <= len(head.calls) else "result"
+        index = step.start + position
+        yield Source(index, f"{index} {name}", result.text, history.rate(result), output=True)
 
 
 # --- what is said ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidates:
-    """Texts that lines may be taken from. messages[i]: the message that sources[i] stays in, None when it is folded."""
+class _Fold:
+    """One collapse under way: the ledger and quotes of each group, the lines picked so far."""
 
-    sources: tuple[Source, ...]
-    messages: tuple[Message | None, ...]
+    def __init__(self, layer: ContextCollapse, history: History, plan: Plan, target: int) -> None:
+        self.layer, self.history, self.plan, self.target = layer, history, plan, target
+        self.candidates = _candidates(history, plan)
+        self.picks = Picks([candidate.source for candidate in self.candidates])
+        self.books: list[Ledger] = []
+        self.quotes: list[list[Quote]] = []
+        self.leads: list[str] = []
 
-
-def _candidates(history: History, plan: _Plan) -> _Candidates:
-    found: list[tuple[Source, Message | None]] = []
-    for earlier in history.earlier:
-        found.extend((Source(-1, label, text, 0.3), None) for label, text in earlier.excerpts)
-    for i, step in enumerate(history.steps):
-        if i in plan.whole or i in history.summaries:
-            continue
-        inline = i in plan.partial
-        found.extend(_head_sources(history, i, step, inline))
-        for position, result in enumerate(step.results):
-            name = step.head.calls[position].name if position < len(step.head.calls) else "result"
-            index = step.start + 1 + position
-            source = Source(index, f"{index} {name}", result.text, history.rate(result), inline, output=True)
-            found.append((source, result if inline else None))
-    kept = [(source, message) for source, message in found if source.text.strip()]
-    return _Candidates(tuple(source for source, _ in kept), tuple(message for _, message in kept))
-
-
-def _head_sources(history: History, i: int, step: Step, inline: bool) -> Iterator[tuple[Source, Message | None]]:
-    head, rate = step.head, history.rate(step.head)
-    output = history.voices[i] == "observation" or head.is_result
-    if inline:
-        if output:
-            yield Source(step.start, "", head.text, rate, True, output=True), head
-        return
-    who = (head.name or "output") if output else head.role
-    yield Source(step.start, f"{step.start} {who}", head.text, rate, output=output), None
-    for call in head.calls:
-        yield Source(step.start, f"{step.start} {call.name}", call_text(call), rate), None
-
-
-def _written(history: History, plan: _Plan, budget: Budget, layer: ContextCollapse) -> Conversation:
-    candidates = _candidates(history, plan)
-    folded = [step for i, step in enumerate(history.steps) if i not in plan.whole | plan.partial | history.summaries]
-    picks = Picks(candidates.sources)
-    _cover_kept(history, plan, picks)
-    room = plan.room
-    book, quotes = ledger.EMPTY, list[Quote]()
-    if folded or history.summaries:
-        room -= FRAME_TOKENS
-        book = ledger.extract(folded, _merged(history.earlier))
-        quotes = _reserved(history, plan, book, picks, room)
-        room -= sum(history.ruler.text(quote.text) + 3 for quote in quotes)
-        for quote in quotes:
-            picks.show_all(quote.text)
-    needs = forecast.needs(tuple(history.mentions()))
-    digest.choose(picks, needs, room)
-    digest.fill(picks, room)
-    while True:
-        made = _assembled(history, plan, picks, candidates, quotes, book, layer)
-        excess = budget.ruler.total(made.messages) - budget.target
-        if excess <= 0:
-            return made
-        if not picks.drop(excess):
-            if not quotes:
+    def result(self) -> Conversation:
+        self._show_kept()
+        room = self._quote(self.plan.room - FRAME_TOKENS * len(self.plan.groups))
+        if self.layer.style == "detailed" or self.plan.partial:
+            needs = forecast.needs(tuple(self.history.mentions()))
+            digest.choose(self.picks, needs, room)
+            digest.fill(self.picks, room)
+        while True:
+            made = self._assembled()
+            excess = self.history.ruler.total(made.messages) - self.target
+            if excess <= 0 or not (self.picks.drop(excess) or self._drop_quotes()):
                 return made
-            quotes = quotes[: len(quotes) // 2]
+
+    def _show_kept(self) -> None:
+        """What is said in place anyway needs no line."""
+        history, plan = self.history, self.plan
+        kept = list(history.conversation.preamble)
+        for i in sorted(plan.whole):
+            kept.extend((plan.edited.get(i, history.steps[i].head), *history.steps[i].results))
+        kept.extend(history.steps[i].head for i in sorted(plan.partial) if not history.is_output(i))
+        for message in kept:
+            self.picks.show_all(message.text)
+            for call in message.calls:
+                self.picks.show_all(call_text(call))
+
+    def _quote(self, room: float) -> float:
+        """The quotes of each group; what is left of the room."""
+        history, ruler = self.history, self.history.ruler
+        errors = self._recent_errors(room)
+        share = room / max(1, len(self.plan.groups))
+        for number, group in enumerate(self.plan.groups):
+            steps = [history.steps[i] for i in group if i not in history.summaries]
+            book = ledger.extract(steps, _merged(history.earlier) if number == 0 else ledger.EMPTY)
+            last = number == len(self.plan.groups) - 1
+            lead = ""
+            if self.layer.style != "detailed":
+                lead = ledger.render(book, style=self.layer.style, max_tokens=max(24, int(LEAD_SHARE * share)), ruler=ruler)
+            quotes = reserve.quotes(
+                book,
+                last_words=self._last_words() if last else "",
+                errors=errors if last else (),
+                room=share,
+                ruler=ruler,
+                goal=history.task is None and number == 0,
+            )
+            self.books.append(book)
+            self.leads.append(lead)
+            self.quotes.append(quotes)
+            room -= ruler.text(lead) + sum(ruler.text(quote.text) + 3 for quote in quotes)
+            for quote in quotes:
+                self.picks.show_all(quote.text)
+        return room
+
+    def _last_words(self) -> str:
+        """The newest words of the assistant, when they do not stay in place."""
+        history = self.history
+        spoken = (i for i in range(history.newest, -1, -1) if history.voices[i] == "assistant")
+        last = next((i for i in spoken if history.steps[i].head.text.strip()), None)
+        return "" if last is None or self.plan.stays(last) else history.steps[last].head.text
+
+    def _recent_errors(self, room: float) -> list[str]:
+        """Distinct error lines of folded outputs, the most telling first; those of outputs that stay in place are taken there."""
+        found: dict[str, None] = {}
+        purse = reserve.ERRORS_SHARE * room
+        for position, line in self._telling(reserve.ERRORS + reserve.MORE_ERRORS):
+            if not self.candidates[position].source.inline:
+                found[line.strip()] = None
+                continue
+            number = next((n for n, text in enumerate(self.picks.scans[position].lines) if text == line), None)
+            if number is not None and number not in self.picks.chosen[position]:
+                cost = self.picks.cost(position, number)
+                if cost <= purse:
+                    purse -= cost
+                    self.picks.take(position, number)
+        return list(found)
+
+    def _telling(self, most: int) -> list[tuple[int, str]]:
+        """Error lines with the output that holds them: the last line (often the exit code) and the first of each, newest output
+        first; then what is between."""
+        ends: list[tuple[int, str]] = []
+        middles: list[tuple[int, str]] = []
+        for position in range(len(self.candidates) - 1, -1, -1):
+            source = self.candidates[position].source
+            failing = signals.error_lines(source.text) if source.output else ()
+            if failing:
+                ends.extend((position, line) for line in dict.fromkeys((failing[-1], failing[0])))
+                middles.extend((position, line) for line in failing[-2:0:-1][:most])
+            if len(ends) > 2 * most:
+                break
+        return ends + middles[:most]
+
+    def _drop_quotes(self) -> bool:
+        """Last of all the quotes go, half of them at a time; False when there are none."""
+        fullest = max(self.quotes, key=len, default=[])
+        if fullest:
+            del fullest[len(fullest) // 2 :]
+        return bool(fullest) or any(self.quotes)
+
+    def _assembled(self) -> Conversation:
+        changed: dict[int, Message] = {}
+        excerpts: list[list[summary.Excerpt]] = [[] for _ in self.plan.groups]
+        detailed = self.layer.style == "detailed"
+        for candidate, scan, chosen in zip(self.candidates, self.picks.scans, self.picks.chosen, strict=True):
+            if candidate.message is not None:
+                changed[candidate.source.place] = with_text(candidate.message, _kept_text(candidate.source, chosen))
+            elif chosen and detailed and excerpts:
+                excerpts[candidate.group].append((candidate.source.label, digest.excerpt(scan, chosen)))
+        written = [
+            summary.write(
+                book.folded_messages, quotes, quoted, lead=lead, role=self.layer.role, key=self.layer.key
+            )
+            for book, quotes, quoted, lead in zip(self.books, self.quotes, excerpts, self.leads, strict=True)
+        ]  # fmt: skip
+        return self.history.conversation.with_messages(self._ordered(changed, written))
+
+    def _ordered(self, changed: dict[int, Message], written: Sequence[Message]) -> list[Message]:
+        """The preamble, then what stays; each summary where its first step was, but all before the last user message: what a
+        person said last must stay the last thing that a person said."""
+        history, plan = self.history, self.plan
+        out = list(history.conversation.preamble)
+        first = {group[0]: number for number, group in enumerate(plan.groups)}
+        placed: set[int] = set()
+        for i, step in enumerate(history.steps):
+            due = range(len(written)) if i == history.last_user else [first[i]] if i in first else []
+            out.extend(written[number] for number in due if number not in placed)
+            placed.update(due)
+            if i in plan.edited:
+                out.append(plan.edited[i])
+            elif plan.stays(i):
+                out.extend(changed.get(index, message) for index, message in enumerate(step.messages, step.start))
+        return out
 
 
 def _merged(earlier: Sequence[Earlier]) -> Ledger:
     """The ledgers of several summaries as one: usually there is one."""
-    if len(earlier) < 2:
-        return earlier[0].ledger if earlier else ledger.EMPTY
-    merged = earlier[0].ledger
+    merged = earlier[0].ledger if earlier else ledger.EMPTY
     for more in (other.ledger for other in earlier[1:]):
         merged = replace(
             merged,
@@ -274,120 +262,38 @@ def _merged(earlier: Sequence[Earlier]) -> Ledger:
             files=tuple(dict.fromkeys(merged.files + more.files)),
             commands=tuple(dict.fromkeys(merged.commands + more.commands)),
             entities=tuple(dict.fromkeys(merged.entities + more.entities)),
+            active_task=more.active_task or merged.active_task,
+            next_step=more.next_step or merged.next_step,
             folded_messages=merged.folded_messages + more.folded_messages,
         )
     return merged
 
 
-def _cover_kept(history: History, plan: _Plan, picks: Picks) -> None:
-    """What is said in place anyway needs no line."""
-    kept = list(history.conversation.preamble)
-    for i in plan.whole:
-        kept.extend((plan.edited.get(i, history.steps[i].head), *history.steps[i].results))
-    kept.extend(history.steps[i].head for i in plan.partial if history.voices[i] != "observation")
-    for message in kept:
-        picks.show_all(message.text)
-        for call in message.calls:
-            picks.show_all(call_text(call))
-
-
-def _reserved(history: History, plan: _Plan, book: Ledger, picks: Picks, room: float) -> list[Quote]:
-    """The summary's quotes; error lines of outputs that stay in place are taken there."""
-    spoken = [i for i, voice in enumerate(history.voices) if voice == "assistant" and history.steps[i].head.text.strip()]
-    last = spoken[-1] if spoken else None
-    in_place = last is None or last in plan.whole or last in plan.partial
-    last_words = "" if last is None or in_place else history.steps[last].head.text
-    errors = _recent_errors(picks, room)
-    goal = history.task is None
-    return reserve.quotes(book, last_words=last_words, errors=errors, room=room, ruler=history.ruler, goal=goal)
-
-
-def _recent_errors(picks: Picks, room: float) -> list[str]:
-    """Distinct error lines of folded outputs, newest first; those of outputs that stay in place are taken there."""
-    found: dict[str, None] = {}
-    purse = reserve.ERRORS_SHARE * room
-    for position in range(len(picks.sources) - 1, -1, -1):
-        source = picks.sources[position]
-        failing = signals.error_lines(source.text) if source.output else ()
-        if not failing:
-            continue
-        if not source.inline:
-            found.update(dict.fromkeys(line.strip() for line in reversed(failing)))
-            if len(found) >= reserve.ERRORS + reserve.MORE_ERRORS:
-                break
-            continue
-        wanted = set(failing)
-        for number in range(len(picks.scans[position].lines) - 1, -1, -1):
-            if picks.scans[position].lines[number] in wanted and picks.cost(position, number) <= purse:
-                purse -= picks.cost(position, number)
-                picks.take(position, number)
-    return list(found)
-
-
-def _assembled(
-    history: History, plan: _Plan, picks: Picks, candidates: _Candidates, quotes: list[Quote], book: Ledger, layer: ContextCollapse
-) -> Conversation:  # fmt: skip
-    changed: dict[int, Message] = {}
-    excerpts: list[summary.Excerpt] = []
-    for position, (source, message) in enumerate(zip(candidates.sources, candidates.messages, strict=True)):
-        chosen = picks.chosen[position]
-        if message is not None:
-            changed[source.place] = with_text(message, _kept_text(source, chosen))
-        elif chosen:
-            excerpts.append((source.label, digest.excerpt(picks.scans[position], chosen)))
-    folds = any(i not in plan.whole and i not in plan.partial for i in range(len(history.steps)))
-    message = summary.write(book.folded_messages, quotes, excerpts, role=layer.role, key=layer.key) if folds else None
-    return history.conversation.with_messages(_ordered(history, plan, changed, message))
-
-
-def _ordered(history: History, plan: _Plan, changed: dict[int, Message], written: Message | None) -> list[Message]:
-    """The preamble, then what stays; the summary where the first folded step was, but before the last user message: what a
-    person said last must stay the last thing that a person said."""
-    out = list(history.conversation.preamble)
-    placed = written is None
-    for i, step in enumerate(history.steps):
-        stays = i in plan.whole or i in plan.partial
-        if not placed and written is not None and (not stays or i == history.last_user):
-            out.append(written)
-            placed = True
-        if i in plan.edited:
-            out.append(plan.edited[i])
-        elif stays:
-            out.extend(changed.get(index, message) for index, message in enumerate(step.messages, step.start))
-    return out
-
-
 def _kept_text(source: Source, chosen: set[int]) -> str:
+    """An output that stays in place, by its chosen lines; JSON stays JSON, in about as many characters."""
     text = digest.in_place(source.text, chosen)
     if text is source.text or json_text.parse(source.text) is None:
         return text
     return shorten.shorten(source.text, max(shorten.SMALLEST, len(text)))
 
 
-def call_text(call: ToolCall) -> str:
-    """A call as lines: its arguments' values, decoded."""
-    arguments = ledger.arguments_of(call)
-    if not arguments:
-        return call.arguments if call.arguments.strip() not in ("", "{}") else ""
-    return "\n".join(
-        f"{key}: {value}" if isinstance(value, str) else f"{key}: {json.dumps(value, ensure_ascii=False)}"
-        for key, value in arguments.items()
-    )
+KEPT = "Kept"
+"""Heading of lines that were put back."""
 
 
 def repair(
     conversation: Conversation, lines: Sequence[str], budget: Budget, *, role: str = "user", key: bytes = b""
 ) -> Conversation:
-    """The conversation with these verbatim lines in its summary message (or in a new one after the preamble)."""
+    """The conversation with these verbatim lines in its last summary message, or in a new one before the last user message."""
     missing = [line for line in dict.fromkeys(lines) if line.strip()]
     if not missing:
         return conversation
     messages = list(conversation.messages)
     quoted = "\n".join(summary.escape(line) for line in missing)
-    for index, message in enumerate(messages):
-        body = summary.body_of(message, key)
+    for index in range(len(messages) - 1, -1, -1):
+        body = summary.body_of(messages[index], key)
         if body is not None:
-            messages[index] = summary.sealed(f"{body}\n{summary.MARK} Kept\n{quoted}", message.role, key)
+            messages[index] = summary.sealed(f"{body}\n{summary.MARK} {KEPT}\n{quoted}", messages[index].role, key)
             return conversation.with_messages(messages)
-    messages.insert(len(conversation.preamble), summary.write(0, (), [("Kept", missing)], role=role, key=key))
+    messages.insert(len(conversation.preamble), summary.write(0, (), [(KEPT, missing)], role=role, key=key))
     return conversation.with_messages(messages)

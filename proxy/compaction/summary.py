@@ -39,8 +39,8 @@ class Earlier:
 def write(
     count: int, quotes: Iterable[Quote], excerpts: Iterable[Excerpt], *, lead: str = "", role: str = "user", key: bytes = b""
 ) -> Message:
-    """The summary message. count: messages folded so far. lead: a line of text in another style that comes first."""
-    lines = [f"{lead} — {_NOTE.format(count=count)}" if lead else _NOTE.format(count=count)]
+    """The summary message. count: messages folded so far. lead: text in another style that comes first."""
+    lines = [*(escape(lead).split("\n") if lead else ()), _NOTE.format(count=count)]
     section = ""
     for quote in sorted(quotes, key=lambda quote: ledger.SECTIONS.index(quote.section)):
         if quote.section != section:
@@ -99,7 +99,8 @@ def read(body: str) -> Earlier:
     excerpts: list[tuple[str, str]] = []
     heading = ""
     lines: list[str] = []
-    for line in [*body.split("\n")[1:], f"{MARK} "]:
+    front = body.split(f"\n{MARK} ", 1)[0]
+    for line in [*body[len(front) + 1 :].split("\n"), f"{MARK} "]:
         if not line.startswith(MARK):
             lines.append(unescape(line))
             continue
@@ -108,7 +109,7 @@ def read(body: str) -> Earlier:
         elif heading and lines:
             excerpts.append((heading, "\n".join(lines)))
         heading, lines = line[2:], []
-    count = _COUNT.search(body.split("\n", 1)[0])
+    count = _COUNT.search(front.rsplit("\n", 1)[-1])
     return Earlier(_ledger_of(sections, int(count.group(1)) if count else 0), tuple(excerpts))
 
 

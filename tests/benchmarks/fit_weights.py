@@ -17,7 +17,7 @@ from typing import Any
 import recorded
 
 from proxy.compaction import entities, forecast
-from proxy.compaction.collapse import History, call_text
+from proxy.compaction.plan import History, call_text
 from proxy.conversation import Message
 
 try:
