@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from proxy.compaction.summary import is_summary
 from proxy.conversation import Conversation, Message, Opaque, Step
 from proxy.summarizers.kimi import preserve_from
 from proxy.tokens import Ruler
@@ -25,39 +26,44 @@ class Plan:
     after: int
 
 
-def plan(conversation: Conversation, ruler: Ruler, *, keep_tokens: int, least: int = 2_048, pin: int = 2_000) -> Plan | None:
+def plan(
+    conversation: Conversation, ruler: Ruler, *, keep_tokens: int, least: int = 2_048, pin: int = 2_000, key: bytes = b""
+) -> Plan | None:
     """Everything but the newest steps that fit into keep_tokens; None when that weighs less than `least`.
 
-    pin: the first task stays in its place up to this size.
+    pin: the first task stays in its place up to this size. key: seals our summaries, which are folded like anything else.
     """
     steps = conversation.steps
     kept, at = 0, len(steps) - 1
     while at > 0 and kept + ruler.total(steps[at - 1].messages) - ruler.fixed <= keep_tokens:
         at -= 1
         kept += ruler.total(steps[at].messages) - ruler.fixed
-    return _planned(conversation, ruler, _legal(steps, at), least, pin)
+    return _planned(conversation, ruler, _legal(steps, at), least, pin, key)
 
 
-def plan_kimi(conversation: Conversation, ruler: Ruler, *, max_preserved: int = 2, least: int = 0) -> Plan | None:
+def plan_kimi(
+    conversation: Conversation, ruler: Ruler, *, max_preserved: int = 2, least: int = 0, key: bytes = b""
+) -> Plan | None:
     """Everything before the last user and assistant messages, as `SimpleCompaction` cuts; None when there is nothing."""
     history = conversation.messages[len(conversation.preamble) :]
     index = preserve_from(history, max_preserved) + len(conversation.preamble)
     at = next((i for i, step in enumerate(conversation.steps) if step.start >= index), 0)
-    return _planned(conversation, ruler, _legal(conversation.steps, at), least, pin=0)
+    return _planned(conversation, ruler, _legal(conversation.steps, at), least, 0, key)
 
 
-def adopt(conversation: Conversation, made: Plan, summary: Message) -> Conversation | None:
+def adopt(conversation: Conversation, made: Plan, summary: Message, *, key: bytes = b"") -> Conversation | None:
     """The conversation with the summary in place of what it sums up; None when that is no longer what stands there.
 
     The summary stands where the first folded message stood, but before the last user message: what a person said last stays
     the last thing that a person said.
     """
     stretch = conversation.messages[made.start : made.stop]
-    folded = {id(message) for message in _foldable(conversation, made.start, made.stop)}
+    folded = {id(message) for message in _foldable(conversation, made.start, made.stop, key)}
     if tuple(message for message in stretch if id(message) in folded) != made.folded:
         return None
     out: list[Message] = list(conversation.messages[: made.start])
-    last_user = conversation.steps[conversation.last_user].start if conversation.last_user is not None else -1
+    person = _last_person(conversation, key)
+    last_user = conversation.steps[person].start if person is not None else -1
     placed = False
     for index, message in enumerate(stretch, made.start):
         if not placed and (id(message) in folded or index == last_user):
@@ -84,31 +90,40 @@ def _text(message: Message) -> str:
     return "\n".join((message.text, *(f"{call.name} {call.arguments}" for call in message.calls)))
 
 
-def _planned(conversation: Conversation, ruler: Ruler, at: int, least: int, pin: int) -> Plan | None:
+def _planned(conversation: Conversation, ruler: Ruler, at: int, least: int, pin: int, key: bytes) -> Plan | None:
     """The plan that folds the steps before `at`."""
     if at <= 0:
         return None
     steps = conversation.steps
-    first = 1 if steps[0].head.role == "user" and ruler.total(steps[0].messages) - ruler.fixed <= pin else 0
+    task = steps[0].head
+    stays = task.role == "user" and not is_summary(task, key) and ruler.total(steps[0].messages) - ruler.fixed <= pin
+    first = 1 if stays else 0
     if first >= at:
         return None
     start, stop = steps[first].start, steps[at - 1].stop
-    folded = _foldable(conversation, start, stop)
+    folded = _foldable(conversation, start, stop, key)
     tokens = ruler.total(folded) - ruler.fixed if folded else 0
     if not folded or tokens < max(1, least):
         return None
     return Plan(start, stop, folded, tokens, len(conversation.messages) - stop)
 
 
-def _foldable(conversation: Conversation, start: int, stop: int) -> tuple[Message, ...]:
-    """The messages of whole steps between two indices, without the last user message and later instructions."""
-    kept = conversation.protected
+def _foldable(conversation: Conversation, start: int, stop: int, key: bytes) -> tuple[Message, ...]:
+    """The messages of whole steps between two indices, without what the last person said and later instructions."""
+    person = _last_person(conversation, key)
     return tuple(
         message
         for i, step in enumerate(conversation.steps)
-        if start <= step.start and step.stop <= stop and i not in kept
+        if start <= step.start and step.stop <= stop and i != person and not step.is_pending and not step.head.is_instruction
         for message in step.messages
     )
+
+
+def _last_person(conversation: Conversation, key: bytes) -> int | None:
+    """Index in the steps of the last user message that is not a summary of ours."""
+    steps = conversation.steps
+    spoken = (i for i in range(len(steps) - 1, -1, -1) if steps[i].head.role == "user")
+    return next((i for i in spoken if not is_summary(steps[i].head, key)), None)
 
 
 def _legal(steps: Sequence[Step], at: int) -> int:
