@@ -288,15 +288,16 @@ def _is_folded(conversation: Conversation) -> bool:
 
 
 def _newest_is_heavy(conversation: Conversation, budget: Budget) -> bool:
-    """The newest step leaves no room for anything beside it, so that layers may shorten its results."""
+    """The output in the newest step leaves no room for anything beside it, so that layers may shorten it."""
     if not conversation.steps:
         return False
     ruler, newest = budget.ruler, len(conversation.steps) - 1
     kept = [i for i in conversation.protected if i != newest]
     rest = ruler.total(conversation.preamble) + sum(ruler.message(m) for i in kept for m in conversation.steps[i].messages)
-    return sum(map(ruler.message, conversation.steps[-1].messages)) > _HEAVY * max(
-        budget.target - rest, (budget.usable - rest) // 2
-    )
+    live = [m for m in conversation.steps[-1].messages if m.is_result]
+    if newest_is_output(conversation):
+        live = [conversation.messages[-1]]
+    return sum(map(ruler.message, live)) > _HEAVY * max(budget.target - rest, (budget.usable - rest) // 2)
 
 
 def touched(before: Conversation, after: Conversation) -> int:

@@ -95,6 +95,8 @@ class _Layers:
                 return (*self._mild("snip"), self._in_mode(collapse, name), *self._auto_compacts(), *last)
             case _:
                 mild = self._mild("tool_result_budget", "snip", "microcompact")
+                if not collapse and "min_kept" not in self._settings.get("microcompact", {}):
+                    mild = (*mild[:-1], replace(mild[-1], min_kept=0.0))  # type: ignore[type-var]
                 return (*mild, *collapse, *self._auto_compacts(), *last)
 
     def _mild(self, *names: str) -> Pipeline:

@@ -286,11 +286,14 @@ _SECTION_KINDS = {
 def _binding_items(message: Message) -> Iterator[Needle]:
     """What an earlier summary of ours holds that must not be forgotten by the next."""
     kind: str | None = None
+    kept = False
     for line in message.text.split("\n"):
         if line.startswith("§"):
-            kind = _SECTION_KINDS.get(line)
+            kind, kept = _SECTION_KINDS.get(line), line == "§ Kept"
         elif kind is not None and line.startswith("- "):
             yield Needle(kind, line[2 : 2 + _QUOTE], message)
+        elif kept and line.strip():
+            yield Needle("constraint", line[:_QUOTE], message)
 
 
 def _quotes(text: str, pattern: re.Pattern[str], first: bool = False) -> list[str]:

@@ -31,6 +31,7 @@ EVERY_LAYER = [
     ToolResultBudget(per_result=120),
     Snip(),
     Microcompact(keep_recent=2),
+    Microcompact(keep_recent=2, min_kept=0.0),
     ContextCollapse(),
     ContextCollapse(mode="sliding_window"),
     ContextCollapse(mode="importance"),

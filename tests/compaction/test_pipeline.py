@@ -21,6 +21,8 @@ from proxy.windows import Budget
 Talk = Callable[..., Conversation]
 Room = Callable[..., Budget]
 LADDER = build("ladder")
+EAGER = build("ladder", layers={"microcompact": {"min_kept": 0.0}})
+"""Its stubs are enough more often, so that there is something for a fold to start over from."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def test_it_stops_at_the_first_layer_that_is_enough(talk: Talk, room: Room) -> N
     conversation = talk(agent_session(14))
     before = room(1).ruler.total(conversation.messages)
 
-    result = compact(conversation, room(before, target=before - 900), LADDER)
+    result = compact(conversation, room(before, target=before - 900), EAGER)
 
     assert [report.layer for report in result.reports] == ["tool_result_budget", "snip", "microcompact"]
     assert result.layers == ("microcompact",)
@@ -87,7 +89,7 @@ def test_the_saved_tokens_of_the_layers_add_up(talk: Talk, room: Room) -> None:
 def test_work_that_a_fold_starts_over_from_is_not_counted_twice(talk: Talk, room: Room) -> None:
     conversation = talk(agent_session(40))
 
-    result = compact(conversation, room(20_000, target=2_000), LADDER)
+    result = compact(conversation, room(20_000, target=2_000), EAGER)
 
     skipped = {report.layer: report.skipped for report in result.reports}
     assert skipped["microcompact"] == "superseded"
@@ -110,7 +112,7 @@ def test_a_layer_that_orphans_a_result_is_undone_and_the_next_one_runs(talk: Tal
     conversation = talk(agent_session(14))
     before = room(1).ruler.total(conversation.messages)
 
-    result = run(conversation, room(before, target=before - 900), without(2), Microcompact())
+    result = run(conversation, room(before, target=before - 900), without(2), Microcompact(min_kept=0.0))
 
     assert result.reports[0].refused == "structure"
     assert result.reports[0].skipped == "orphan"
@@ -189,7 +191,7 @@ def test_a_deadline_between_layers_keeps_what_was_done(talk: Talk, room: Room) -
         asked.append(1)
         return len(asked) > 3
 
-    result = compact(conversation, room(20_000, target=900), LADDER, stop=stop)
+    result = compact(conversation, room(20_000, target=900), EAGER, stop=stop)
 
     assert result.reason == "deadline"
     assert [report.layer for report in result.reports] == ["tool_result_budget", "snip", "microcompact"]
@@ -242,9 +244,9 @@ def test_an_admitted_layer_waits_for_its_fill(talk: Talk, room: Room) -> None:
     before = room(1).ruler.total(conversation.messages)
     budget = room(before * 2, target=before // 2)
 
-    below = run(conversation, budget, Admitted(Microcompact(keep_recent=0), 0.75, tokens=before + 1))
-    above = run(conversation, budget, Admitted(Microcompact(keep_recent=0), 0.75, tokens=before - 1))
-    by_count = run(conversation, budget, Admitted(Microcompact(keep_recent=0), 0.75, messages=20))
+    below = run(conversation, budget, Admitted(Microcompact(keep_recent=0, min_kept=0.0), 0.75, tokens=before + 1))
+    above = run(conversation, budget, Admitted(Microcompact(keep_recent=0, min_kept=0.0), 0.75, tokens=before - 1))
+    by_count = run(conversation, budget, Admitted(Microcompact(keep_recent=0, min_kept=0.0), 0.75, messages=20))
 
     assert below.reports[0].skipped == "below_threshold"
     assert above.layers == ("microcompact",)
