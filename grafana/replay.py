@@ -347,4 +347,8 @@ async def up(url: str, process: Process, log: Path) -> None:
                 if (await http.get(url)).status_code == 200:
                     return
             await asyncio.sleep(0.1)
-    raise RuntimeError(f"what should answer at {url} ended with {process.returncode}: {log.read_text()[-2000:]}")
+    raise RuntimeError(f"what should answer at {url} ended with {process.returncode}: {end_of(log)}")
+
+
+def end_of(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-2_000:]
