@@ -13,6 +13,9 @@ from typing import Any
 CHARACTERS_A_TOKEN = 3
 """The scripted upstream's own, simple idea of a token: it owes nothing to the counts under test."""
 
+DISCOVERY = frozenset({"/props", "/api/ps", "/info", "/api/v0/models", "/v1/model/info"})
+"""What a proxy asks a server that does not state every model's window in its list."""
+
 
 @dataclass(frozen=True)
 class Received:
@@ -113,6 +116,8 @@ class ScriptedUpstream:
     def answer(self, one: Received) -> Reply:
         if one.method == "GET" and one.target.split("?")[0].endswith("/models"):
             return Reply(chunks=[json.dumps({"object": "list", "data": self.models}).encode()])
+        if one.method == "GET" and one.target in DISCOVERY:
+            return Reply(404, chunks=[b"{}"])
         if self.window is not None and one.method == "POST" and size(one.json) > self.window:
             return too_long(self.window, size(one.json))
         if self.script is not None:
