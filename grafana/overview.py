@@ -155,7 +155,6 @@ SAVINGS = Section(
             "compaction_events_total",
             "short",
             Query(f"sum({increase('compaction_events_total', COMPACTED)})"),
-            decimals=0,
         ),
         Figure(
             "Requests",
@@ -163,7 +162,6 @@ SAVINGS = Section(
             "compaction_requests_total",
             "short",
             Query(f"sum({increase('compaction_requests_total')})"),
-            decimals=0,
         ),
         Course(
             "Prompt tokens received and forwarded",
