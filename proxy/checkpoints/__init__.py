@@ -14,7 +14,10 @@ from urllib.parse import unquote, urlsplit
 from proxy.checkpoints.checkpoint import Checkpoint, Codec
 from proxy.errors import ConfigError
 
-__all__ = ["Checkpoint", "CheckpointStore", "Observe", "ignore", "open_store"]
+__all__ = ["Checkpoint", "CheckpointStore", "Observe", "OpenedStore", "ignore", "open_store"]
+
+MEMORY_IN_FRONT = 64 * 1024 * 1024
+"""Bytes of the memory in front of a shared store: the conversations of the last minutes; older ones are found in the store."""
 
 Observe = Callable[[str, str, str, float], None]
 """Told of every call: store (its scheme), operation (get, put), result (hit, miss, stored, kept, error), seconds."""
@@ -39,6 +42,20 @@ class CheckpointStore(Protocol):
         ...
 
 
+class OpenedStore(CheckpointStore, Protocol):
+    """What `open_store` gives: a store that raises nothing."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """False while a shared store does not answer and memory serves alone."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds in this process, about."""
+        ...
+
+
 def ignore(store: str, operation: str, result: str, seconds: float) -> None:
     """An `Observe` that nobody listens to."""
 
@@ -51,7 +68,7 @@ def open_store(
     encrypt_key: str | None = None,
     observe: Observe = ignore,
     budget: float = 0.05,
-) -> CheckpointStore:
+) -> OpenedStore:
     """The store at `memory://`, `sqlite:///PATH` or `redis://HOST:PORT/DB` (also `rediss://`, `unix://PATH`).
 
     Nothing is opened or contacted before the first call, and no call raises or takes longer than `budget` (seconds).
@@ -62,10 +79,10 @@ def open_store(
     from proxy.checkpoints.memory import MemoryStore
 
     parts = urlsplit(url)
-    memory = MemoryStore(ttl=ttl, max_bytes=max_bytes)
+    memory = MemoryStore(ttl=ttl, max_bytes=min(max_bytes, MEMORY_IN_FRONT))
     match parts.scheme:
         case "memory":
-            return Observed(memory, "memory", observe)
+            return Observed(MemoryStore(ttl=ttl, max_bytes=max_bytes), "memory", observe)
         case "sqlite":
             from proxy.checkpoints.sqlite import SqliteStore
 

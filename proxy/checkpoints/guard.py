@@ -40,10 +40,17 @@ class SharedStore(CheckpointStore, Protocol):
 
 
 class Observed:
-    """A store that cannot fail, with its calls told."""
+    """A memory of this process alone, with its calls told."""
 
-    def __init__(self, store: CheckpointStore, name: str, observe: Observe) -> None:
+    is_healthy = True
+
+    def __init__(self, store: MemoryStore, name: str, observe: Observe) -> None:
         self._store, self._name, self._observe = store, name, observe
+
+    @property
+    def size(self) -> int:
+        """Bytes held, about."""
+        return self._store.size
 
     async def get_longest(self, keys: Sequence[bytes]) -> tuple[int, Checkpoint] | None:
         start = time.perf_counter()
@@ -122,6 +129,11 @@ class Guard:
     def is_healthy(self) -> bool:
         """Whether the shared store took part in the last reads and writes: for readiness and stats."""
         return all(breaker.is_healthy for breaker in self._breakers.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes held in memory, about."""
+        return self._memory.size
 
     async def get_longest(self, keys: Sequence[bytes]) -> tuple[int, Checkpoint] | None:
         known = await self._memory.get_longest(keys)

@@ -154,9 +154,10 @@ def freeze(
     if after.messages[:start] != history.preamble:
         return None
     total = len(history.messages) - start
-    untouched = min(_common_tail(before.messages, after.messages), total - (parent[1].cut if parent[1] else 0))
-    at = bisect_left(chain.cuts, total - untouched)
-    if at == len(chain.cuts) or chain.cuts[at] == 0:
+    # behind the parent's cut, or the first writer, which is the parent, would win
+    earliest = parent[1].cut + 1 if parent[1] else 1
+    at = bisect_left(chain.cuts, max(earliest, total - _common_tail(before.messages, after.messages)))
+    if at == len(chain.cuts):
         return None
     cut = chain.cuts[at]
     stop = len(after.messages) - (total - cut)

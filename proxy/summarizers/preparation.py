@@ -15,26 +15,28 @@ T = TypeVar("T")
 
 _log = structlog.get_logger("proxy.summarizers")
 
-RUNNING, HELD = 8, 512
-"""Summaries under way at once, and those kept: a summary is a few kilobytes, a model's time is money."""
+RUNNING, RUNNING_EACH, HELD = 8, 2, 512
+"""Summaries under way at once, those of one owner, and those kept: a summary is a few kilobytes, a model's time is money."""
 
 
 class Preparations(Generic[T]):
     """Tasks by the key of the history that they sum up. A task that failed is forgotten, so that it may be tried again."""
 
-    def __init__(self, running: int = RUNNING, held: int = HELD) -> None:
-        self._running, self._held = running, held
+    def __init__(self, running: int = RUNNING, each: int = RUNNING_EACH, held: int = HELD) -> None:
+        self._running, self._each, self._held = running, each, held
         self._tasks: OrderedDict[bytes, asyncio.Task[T]] = OrderedDict()
+        self._owners: dict[bytes, bytes] = {}
 
-    def start(self, key: bytes, make: Callable[[], Awaitable[T]]) -> bool:
+    def start(self, key: bytes, make: Callable[[], Awaitable[T]], owner: bytes = b"") -> bool:
         """True when `make` was started; False when one for this key is under way or done, or too many are under way.
 
-        make: may raise SummaryFailed.
+        make: may raise SummaryFailed. owner: who pays, so that one caller cannot take the places of all.
         """
-        if key in self._tasks or sum(not task.done() for task in self._tasks.values()) >= self._running:
+        owners = list(self._owners.values())
+        if key in self._tasks or len(owners) >= self._running or owners.count(owner) >= self._each:
             return False
         task = asyncio.ensure_future(_made(make))
-        self._tasks[key] = task
+        self._tasks[key], self._owners[key] = task, owner
         task.add_done_callback(lambda done: self._settle(key, done))
         while len(self._tasks) > self._held:
             self._drop(next(iter(self._tasks)))
@@ -61,6 +63,7 @@ class Preparations(Generic[T]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _settle(self, key: bytes, done: asyncio.Task[T]) -> None:
+        self._owners.pop(key, None)
         if done.cancelled():
             return
         error = done.exception()

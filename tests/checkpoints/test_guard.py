@@ -261,6 +261,16 @@ async def test_values_in_a_file_are_sealed_when_a_key_is_set(tmp_path, checkpoin
     assert Codec("correct horse").unpack(KEY, value) == checkpoint("the canary sings")
 
 
+async def test_what_was_opened_says_how_it_is(tmp_path, checkpoint):
+    memory, file = open_store("memory://"), open_store(f"sqlite://{tmp_path / 'store.db'}", budget=30)
+    for store in (memory, file):
+        assert (store.is_healthy, store.size) == (True, 0)
+        await store.put_if_absent(KEY, checkpoint("x" * 1000))
+        assert store.is_healthy is True
+        assert 1000 < store.size < 3000
+        await store.aclose()
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [

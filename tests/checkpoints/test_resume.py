@@ -408,6 +408,24 @@ def test_an_event_that_touches_the_preamble_is_not_kept():
     assert done.made == ()
 
 
+def test_an_event_that_only_shortens_what_was_replaced_before_is_kept_too():
+    seen = conversation(SESSION[:20])
+    keys = chain(seen, SEED)
+    old = Checkpoint(cut=9, replacement=(write_message(said("user", prose(900))),), seen=17, tokens_after=100)
+
+    def decide(before, checkpoint, waiting):
+        after = before.with_messages((before.messages[0], said("user", "short"), *before.messages[2:]))
+        return Decision(CompactionResult(after, words(before.messages), words(after.messages)))
+
+    done = replay(seen, keys, decide, small_rule(seen), found=(keys.cuts.index(9), old))
+
+    ((key, made),) = done.made
+    assert key != keys.key(9)
+    assert made.cut == 11
+    assert made.generation == 2
+    assert done.conversation.messages[1].text == "short"
+
+
 def budget_of(seen, window=8_000):
     ruler = tokens.ruler("gpt-4o", {})
     usable = window - 1_000

@@ -123,6 +123,17 @@ async def test_only_so_many_are_made_at_once(prepared):
     assert [prepared.start(key, after(never, "")) for key in (b"a", b"b", b"c")] == [True, True, False]
 
 
+async def test_one_caller_does_not_take_the_places_of_all():
+    prepared = Preparations(running=4, each=2)
+    never = asyncio.Event()
+    callers = (b"one", b"one", b"one", b"other")
+
+    started = [prepared.start(bytes([i]), after(never, ""), owner) for i, owner in enumerate(callers)]
+
+    assert started == [True, True, False, True]
+    await prepared.aclose()
+
+
 async def test_only_so_many_are_kept(prepared):
     for key in (b"a", b"b", b"c", b"d"):
         prepared.start(key, at_once("gist"))
