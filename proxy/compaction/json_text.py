@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import cast
 
@@ -54,11 +55,10 @@ def shorten(text: str, limit: int, cut: Cut) -> str | None:
     compact = dump(value)
     if len(compact) <= limit:
         return compact
-    strings, items = max(60, limit // 3), max(4, len(compact) // 20)
-    share = limit / len(compact)
-    items = max(3, int(_longest(value) * share))
+    shrinking = _Shrinking(cut)
+    strings, items = max(60, limit // 3), max(3, int(_longest(value) * limit / len(compact)))
     for _ in range(12):
-        shorter = dump(_shrink(value, strings, items, 40 if items > 3 else 12, cut, 0))
+        shorter = dump(shrinking.shrink(value, _Caps(strings, items, 40 if items > 3 else 12), 0))
         if len(shorter) <= limit:
             return shorter
         excess = len(shorter) / limit
@@ -99,48 +99,63 @@ def _quote(text: str) -> str:
     return encode_basestring_ascii(text) if any("\ud800" <= c <= "\udfff" for c in text) else encode_basestring(text)
 
 
-def _shrink(value: Value, strings: int, items: int, keys: int, cut: Cut, depth: int) -> Value:
-    if isinstance(value, _Number):
+@dataclass(frozen=True, slots=True)
+class _Caps:
+    """Characters of a string, items of an array, keys of an object (the deeper, the fewer)."""
+
+    strings: int
+    items: int
+    keys: int
+
+
+class _Shrinking:
+    """One value, tried under several caps: what is odd in each array is looked for once."""
+
+    def __init__(self, cut: Cut) -> None:
+        self._cut = cut
+        self._odd: dict[int, list[int]] = {}
+
+    def shrink(self, value: Value, caps: _Caps, depth: int) -> Value:
+        if isinstance(value, _Number):
+            return value
+        if isinstance(value, str):
+            return self._cut(value, caps.strings) if len(value) > caps.strings else value
+        if isinstance(value, list):
+            return self._list(value, caps, depth)
+        if isinstance(value, dict):
+            return self._dict(value, caps, depth)
         return value
-    if isinstance(value, str):
-        return cut(value, strings) if len(value) > strings else value
-    if isinstance(value, list):
-        return _shrink_list(value, strings, items, keys, cut, depth)
-    if isinstance(value, dict):
-        return _shrink_dict(value, strings, items, keys, cut, depth)
-    return value
 
+    def _list(self, value: list[Value], caps: _Caps, depth: int) -> list[Value]:
+        room = max(2, caps.items >> min(depth, 3))
+        if len(value) <= room + 1:
+            return [self.shrink(item, caps, depth + 1) for item in value]
+        if id(value) not in self._odd:
+            self._odd[id(value)] = _odd_ones(value)
+        head = max(1, int(room * 0.5))
+        tail = max(1, int(room * 0.25))
+        kept = {*range(head), *range(len(value) - tail, len(value))}
+        kept.update([i for i in self._odd[id(value)] if i not in kept][: max(1, room - head - tail)])
+        out: list[Value] = []
+        last = -1
+        for i in sorted(kept):
+            if i > last + 1:
+                out.append(f"… {i - last - 1:,} of {len(value):,} items cut …")
+            out.append(self.shrink(value[i], caps, depth + 1))
+            last = i
+        return out
 
-def _shrink_list(value: list[Value], strings: int, items: int, keys: int, cut: Cut, depth: int) -> list[Value]:
-    room = max(2, items >> min(depth, 3))
-    if len(value) <= room + 1:
-        return [_shrink(item, strings, items, keys, cut, depth + 1) for item in value]
-    odd = _odd_ones(value)
-    head = max(1, int(room * 0.5))
-    tail = max(1, int(room * 0.25))
-    kept = {*range(head), *range(len(value) - tail, len(value))}
-    kept.update([i for i in odd if i not in kept][: max(1, room - head - tail)])
-    out: list[Value] = []
-    last = -1
-    for i in sorted(kept):
-        if i > last + 1:
-            out.append(f"… {i - last - 1:,} of {len(value):,} items cut …")
-        out.append(_shrink(value[i], strings, items, keys, cut, depth + 1))
-        last = i
-    return out
-
-
-def _shrink_dict(value: dict[str, Value], strings: int, items: int, keys: int, cut: Cut, depth: int) -> dict[str, Value]:
-    names = list(value)
-    room = max(4, keys * 4 >> min(depth, 3))
-    if len(names) > room + 1:
-        telling = [name for name in names if _SPECIAL_KEYS.search(name)][: room // 2]
-        chosen = {*names[: room - len(telling)], *telling}
-        names = [name for name in names if name in chosen]
-    out = {name: _shrink(value[name], strings, items, keys, cut, depth + 1) for name in names}
-    if len(names) < len(value) and "…" not in out:
-        out["…"] = f"{len(value) - len(names):,} of {len(value):,} keys cut"
-    return out
+    def _dict(self, value: dict[str, Value], caps: _Caps, depth: int) -> dict[str, Value]:
+        names = list(value)
+        room = max(4, caps.keys * 4 >> min(depth, 3))
+        if len(names) > room + 1:
+            telling = [name for name in names if _SPECIAL_KEYS.search(name)][: room // 2]
+            chosen = {*names[: room - len(telling)], *telling}
+            names = [name for name in names if name in chosen]
+        out = {name: self.shrink(value[name], caps, depth + 1) for name in names}
+        if len(names) < len(value) and "…" not in out:
+            out["…"] = f"{len(value) - len(names):,} of {len(value):,} keys cut"
+        return out
 
 
 def _odd_ones(value: Sequence[Value]) -> list[int]:

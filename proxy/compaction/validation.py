@@ -169,7 +169,7 @@ class Needle:
 
 
 _TROUBLE = re.compile(
-    r"(?:\w*error|\w*exception|traceback|fatal|panic(?:ked)?|failed|failure|segfault|core dumped|denied|no such file)\b"
+    r"(?:error|exception|traceback|fatal|panic(?:ked)?|failed|failure|segfault|core dumped|denied|no such file)\b"
     r"|错误|失败|异常|エラー|例外",
     re.IGNORECASE,
 )
