@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from proxy.compaction import digest, forecast, json_text, ledger, reserve, shorten, signals, summary
+from proxy.compaction import digest, entities, forecast, json_text, ledger, reserve, shorten, signals, summary
 from proxy.compaction.digest import Picks, Source
 from proxy.compaction.ledger import Ledger
 from proxy.compaction.outputs import with_text
@@ -146,7 +146,8 @@ class _Fold:
         share = room / max(1, len(self.plan.groups))
         for number, group in enumerate(self.plan.groups):
             steps = [history.steps[i] for i in group if i not in history.summaries]
-            book = ledger.extract(steps, _merged(history.earlier) if number == 0 else ledger.EMPTY)
+            carried = _merged(history.earlier) if number == 0 else ledger.EMPTY
+            book = ledger.extract(steps, carried)
             last = number == len(self.plan.groups) - 1
             lead = ""
             if self.layer.style != "detailed":
@@ -158,13 +159,16 @@ class _Fold:
                 room=share,
                 ruler=ruler,
                 goal=history.task is None and number == 0,
+                carried=carried,
             )
             self.books.append(book)
             self.leads.append(lead)
             self.quotes.append(quotes)
             room -= ruler.text(lead) + sum(ruler.text(quote.text) + 3 for quote in quotes)
             for quote in quotes:
-                self.picks.show_all(quote.text)
+                it = entities.scan(quote.text)
+                for text, names in zip(it.lines, it.names, strict=True):
+                    self.picks.show(text, names)
         return room
 
     def _last_words(self) -> str:

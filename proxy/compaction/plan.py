@@ -31,6 +31,9 @@ NEWEST_SHARE = 0.70
 STUB_TOKENS = 12
 """What a result that stays in place costs at least."""
 
+SHORTEST_TASK = 4
+"""Words: shorter messages are greetings and answers."""
+
 WHOLE_SCORE, SUMMARY_SCORE = 0.7, 0.3
 """Above the first a step stays, above the second it is summarized; else it goes (what must not be forgotten is quoted anyway)."""
 ERROR_SCORE, CALL_SCORE, RECENT_SCORE = 0.3, 0.2, 0.5
@@ -59,8 +62,9 @@ class History:
 
     @property
     def task(self) -> int | None:
-        """The first thing that a person asked for."""
-        return next((i for i, voice in enumerate(self.voices) if voice == "request" and i not in self.summaries), None)
+        """The first thing that a person asked for: greetings and commands to the client itself (`/model x`) are none."""
+        asked = [i for i, voice in enumerate(self.voices) if voice == "request" and i not in self.summaries]
+        return next((i for i in asked if is_task(self.steps[i].head.text)), asked[0] if asked else None)
 
     def cost(self, i: int) -> int:
         return sum(self.ruler.message(message) for message in self.steps[i].messages)
@@ -109,6 +113,12 @@ class History:
                 yield forecast.Mention(call_text(call), turn, "call")
             for result in step.results:
                 yield forecast.Mention(result.text, turn, "output")
+
+
+def is_task(text: str) -> bool:
+    """True for a message with something to do in it."""
+    words = text.split(maxsplit=SHORTEST_TASK)
+    return not text.lstrip().startswith("/") and (len(words) >= SHORTEST_TASK or (not text.isascii() and len(text.strip()) > 7))
 
 
 def call_text(call: ToolCall) -> str:

@@ -68,6 +68,16 @@ class Cut:
     def tokens(self) -> int:
         return counter().total(self.prefix.messages)
 
+    @property
+    def needed(self) -> dict[str, float]:
+        """What the assistant uses later and only the prefix holds, with its weight."""
+        return {name: weight for name, (_, weight) in self._scorer.needed.items()}
+
+    @property
+    def rate(self) -> float:
+        """Tokens a character of the messages' JSON."""
+        return self.tokens / len(json.dumps(self.messages[: self.at], ensure_ascii=False))
+
     @cached_property
     def _scorer(self) -> Any:
         return _module("recall").Prefix(self.messages[: self.at], self.messages[self.at :])
