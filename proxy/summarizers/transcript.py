@@ -10,6 +10,9 @@ from proxy.conversation import Message, Opaque, Part, Text, ToolCall, ToolResult
 MOST_CHUNKS = 8
 """Questions for one summary: a history larger than that is shortened to fit, or the price would have no bound."""
 
+SEPARATOR = 2
+"""Tokens between two texts."""
+
 _TEMPLATE = re.compile(
     r"<(?=\|[\w ]{1,40}\|>)|<(?=/?(?:transcript|summary-so-far|ledger|system|tool_call|function_calls)\b)|<(?=<SYS>>)", re.I
 )
@@ -60,27 +63,47 @@ def blocks(messages: Sequence[Message], first: int = 1) -> list[str]:
 def chunks(texts: Sequence[str], limit: int, count: Callable[[str], int]) -> list[list[str]]:
     """The texts in groups of at most `limit` tokens each and at most MOST_CHUNKS groups; longer ones are cut in their middles."""
     sizes = [count(text) for text in texts]
-    if sum(sizes) > limit * MOST_CHUNKS:
-        texts = _shortened(texts, sizes, limit * MOST_CHUNKS * 3 // 4)
-    pieces = [piece for text in texts for piece in _pieces(text, limit, count)]
-    groups: list[list[str]] = []
-    room = 0
-    for piece in pieces:
-        size = count(piece) + 2
-        if size > room or not groups:
-            groups.append([])
-            room = limit
-        groups[-1].append(piece)
-        room -= size
-    return _merged(groups)
-
-
-def _merged(groups: list[list[str]]) -> list[list[str]]:
-    """No more than MOST_CHUNKS groups: by bad luck in packing there may be one or two more, and then the middle goes."""
-    if len(groups) <= MOST_CHUNKS:
-        return groups
+    groups = _packed(texts, limit, count)
+    room = limit * MOST_CHUNKS * 3 // 4
+    for _ in range(4):
+        if len(groups) <= MOST_CHUNKS:
+            return groups
+        groups = _packed(_shortened(texts, sizes, room), limit, count)
+        room = room * 4 // 5
+    # thousands of short messages cannot be shortened: their middle goes
     half = MOST_CHUNKS // 2
-    return [*groups[:half], *groups[-half:]]
+    return groups if len(groups) <= MOST_CHUNKS else [*groups[:half], *groups[-half:]]
+
+
+def _packed(texts: Sequence[str], limit: int, count: Callable[[str], int]) -> list[list[str]]:
+    """The texts in their order, each group filled to three quarters at least: what does not fit is split."""
+    groups: list[list[str]] = [[]]
+    room = limit
+    for text in texts:
+        rest = text
+        while (size := count(rest) + SEPARATOR) > room:
+            if room < limit // 4:
+                groups.append([])
+                room = limit
+                continue
+            head = _beginning(rest, size, room, count)
+            groups[-1].append(head)
+            groups.append([])
+            rest, room = rest[len(head) :], limit
+        groups[-1].append(rest)
+        room -= size
+    return [group for group in groups if group]
+
+
+def _beginning(text: str, size: int, room: int, count: Callable[[str], int]) -> str:
+    """As much of the text as fits, up to the end of a line where there is one in the second half."""
+    length = len(text)
+    while length > 1 and size > room:
+        length = min(length - 1, max(1, length * (room - SEPARATOR) // size))
+        # tokens are not spread evenly over a text: look, and take less if need be
+        size = count(text[:length]) + SEPARATOR
+    line = text.rfind("\n", length // 2, length)
+    return text[: line + 1 if line > 0 else length]
 
 
 def _shortened(texts: Sequence[str], sizes: Sequence[int], room: int) -> list[str]:
@@ -98,22 +121,3 @@ def _cut(text: str, share: float) -> str:
         return text
     head, tail = length * 3 // 5, length * 2 // 5
     return f"{text[:head]}\n[… {len(text) - head - tail} characters left out …]\n{text[len(text) - tail :]}"
-
-
-def _pieces(text: str, limit: int, count: Callable[[str], int]) -> list[str]:
-    """The text in pieces of at most `limit` tokens, cut at ends of lines where there are any."""
-    size = count(text)
-    if size <= limit - 2:
-        return [text]
-    # two characters to spare of ten: tokens are not spread evenly over a text
-    length = max(1, int(len(text) * (limit - 2) / size * 0.8))
-    pieces = []
-    start = 0
-    while start < len(text):
-        stop = start + length
-        if stop < len(text):
-            line = text.rfind("\n", start + length // 2, stop)
-            stop = line + 1 if line > 0 else stop
-        pieces.append(text[start:stop])
-        start = stop
-    return pieces

@@ -220,3 +220,60 @@ def test_two_histories_share_keys_exactly_as_far_as_they_say_the_same(one, other
 
     assert left[:shared] == right[:shared]
     assert not set(left[shared:]) & set(right[shared:])
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=20)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"])},
+    optional={"content": st.none() | TEXTS | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}), max_size=3), "x": VALUES},
+)  # fmt: skip
+
+
+def restless(value):
+    """The same message as another client, or the same one a turn later, would write it."""
+    noisy = {
+        "id": "m1",
+        "cache_control": {"type": "ephemeral"},
+        "refusal": None,
+        **dict(reversed(value.items())),
+        "created_at": 7,
+    }
+    content = value.get("content")
+    if isinstance(content, str):
+        noisy["content"] = [{"cache_control": {"type": "ephemeral"}, "text": content, "type": "text"}]
+    elif isinstance(content, list):
+        noisy["content"] = [{**part, "cache_control": None} for part in content]
+    return noisy
+
+
+@given(MESSAGES)
+def test_the_same_words_have_one_digest_however_they_are_written(value):
+    assert digest(message(value)) == canonical_digest(json.dumps(restless(value), indent=2, ensure_ascii=False).encode())
+
+
+@given(MESSAGES, MESSAGES)
+def test_different_words_have_different_digests(one, other):
+    def plain(value):
+        kept = {key: item for key, item in value.items() if item is not None}
+        content = kept.get("content")
+        return {**kept, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else kept
+
+    # 1 and True, or 1 and 1.0, are one to Python and two to JSON
+    assert (digest(message(one)) == digest(message(other))) == (
+        repr(sorted_deeply(plain(one))) == repr(sorted_deeply(plain(other)))
+    )
+
+
+def canonical_digest(raw):
+    return digest(read_message(raw))
+
+
+def sorted_deeply(value):
+    if isinstance(value, dict):
+        return [(key, sorted_deeply(value[key])) for key in sorted(value)]
+    return [sorted_deeply(item) for item in value] if isinstance(value, list) else value

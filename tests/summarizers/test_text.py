@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from proxy import tokens
 from proxy.summarizers.language import detect, spoken
 from proxy.summarizers.redaction import credentials, origin, redacted
 from proxy.summarizers.transcript import blocks, chunks, neutral
@@ -157,7 +158,7 @@ def test_pieces_fit_and_nothing_is_lost_while_there_is_room():
 
     assert len(groups) <= 8
     assert all(sum(words(text) for text in group) <= 300 for group in groups)
-    assert [text for group in groups for text in group] == texts
+    assert "".join(text for group in groups for text in group) == "".join(texts)
 
 
 def test_a_text_longer_than_a_piece_is_cut_at_ends_of_lines():
@@ -180,3 +181,31 @@ def test_what_does_not_fit_into_eight_pieces_loses_the_middles_of_its_longest_te
     assert texts[0] in together
     assert texts[2] in together
     assert "characters left out" in together
+
+
+def test_pieces_of_uneven_text_fit_by_the_real_count():
+    ruler = tokens.ruler("gpt-4o", {})
+    texts = [
+        "plain words " * 4000,
+        "漢字かな交じり文" * 800,
+        "\n".join(f"{i:x}{i * 7919:x}" for i in range(3000)),
+        " " * 9000 + "é" * 3000,
+        "x" * 30_000,
+    ]
+
+    groups = chunks(texts, 6_000, ruler.text)
+
+    assert len(groups) <= 8
+    assert all(sum(ruler.text(text) for text in group) <= 6_000 for group in groups)
+    assert "".join(text for group in groups for text in group) == "".join(texts)
+
+
+def test_thousands_of_short_messages_lose_their_middle():
+    texts = [f"message {i} of many, too short to be shortened any more than it is by now" for i in range(3000)]
+
+    groups = chunks(texts, 600, words)
+
+    assert len(groups) == 8
+    assert all(sum(words(text) for text in group) <= 600 for group in groups)
+    assert groups[0][0] == texts[0]
+    assert groups[-1][-1] == texts[-1]
