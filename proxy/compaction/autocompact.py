@@ -49,7 +49,7 @@ class AutoCompact:
 
 def folded(conversation: Conversation, keep: int, budget: Budget, *, errors: bool = True, requests: bool = True) -> Conversation:
     """All but the newest `keep` messages and what is protected as one user message: what was used, and the ledger."""
-    old = folding.old_steps(conversation, keep)
+    old = folding.old_steps_but_the_task(conversation, keep, budget)
     if len(old) < 2:
         return conversation
 

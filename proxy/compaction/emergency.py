@@ -75,16 +75,13 @@ def _without_media(conversation: Conversation, budget: Budget, live_output: bool
 
 def without_media(message: Message) -> Message:
     """The message with a word in place of each image, sound and file."""
-    return (
-        message.with_parts(
-            Text(f"[{part.kind} cut to fit]")
-            if isinstance(part, Opaque) and part.kind in _MEDIA and part.place == "content"
-            else part
-            for part in message.parts
-        )
-        if not message.is_result
-        else message
-    )
+    media = [part for part in message.parts if isinstance(part, Opaque) and part.kind in _MEDIA and part.place == "content"]
+    if not media:
+        return message
+    if message.is_result:
+        words = "".join(f"\n[{part.kind} cut to fit]" for part in media)
+        return with_text(message.with_parts(part for part in message.parts if part not in media), message.text + words)
+    return message.with_parts(Text(f"[{part.kind} cut to fit]") if part in media else part for part in message.parts)
 
 
 def _fold_some(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:

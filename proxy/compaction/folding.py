@@ -30,6 +30,20 @@ def fold(conversation: Conversation, old: Sequence[int], write: Write) -> Conver
     return conversation.with_messages(messages)
 
 
+TASK_SHARE = 0.15
+"""Of the target: up to here the first task stays in its place, word by word; of a longer one the summary quotes both ends."""
+
+
+def old_steps_but_the_task(conversation: Conversation, keep: int, budget: Budget) -> list[int]:
+    """`old_steps` without what was asked first."""
+    task = conversation.first_user
+    old = old_steps(conversation, keep)
+    if task is None or task not in old or summary.is_summary(conversation.steps[task].head):
+        return old
+    fits = budget.ruler.message(conversation.steps[task].head) <= TASK_SHARE * budget.target
+    return [i for i in old if i != task] if fits else old
+
+
 def old_steps(conversation: Conversation, keep: int) -> list[int]:
     """Indices of the steps that are older than the newest `keep` messages, snapped to whole steps, and not protected."""
     border, count = len(conversation.steps), 0

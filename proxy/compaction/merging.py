@@ -161,7 +161,7 @@ def _both(asked: Sequence[str], steps: Sequence[Step], characters: int) -> tuple
 
 
 def _digested(conversation: Conversation, keep: int, share: float, budget: Budget, style: ledger.Style) -> Conversation:
-    old = folding.old_steps(conversation, keep)
+    old = folding.old_steps_but_the_task(conversation, keep, budget)
     if len(old) < 2:
         return conversation
 

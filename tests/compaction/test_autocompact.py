@@ -64,9 +64,9 @@ def test_aggressive_keeps_the_five_newest_and_one_message_on_the_rest(talk: Talk
 
     made = AGGRESSIVE.apply(conversation, room(10_000))
 
-    assert made.messages[0] is conversation.messages[0]
-    assert "[Conversation history: Used tools: read_file. Encountered 1 error.]" in made.messages[1].text
-    assert all(a is b for a, b in zip(made.messages[2:], conversation.messages[-5:], strict=True))
+    assert all(a is b for a, b in zip(made.messages[:2], conversation.messages[:2], strict=True))
+    assert "[Conversation history: Used tools: read_file. Encountered 1 error.]" in made.messages[2].text
+    assert all(a is b for a, b in zip(made.messages[3:], conversation.messages[-5:], strict=True))
 
 
 def test_no_errors_is_said(talk: Talk, room: Room) -> None:
@@ -86,7 +86,7 @@ def test_no_errors_is_said(talk: Talk, room: Room) -> None:
 
     made = AGGRESSIVE.apply(conversation, room(10_000))
 
-    assert "[Conversation history: Used no tools. No errors.]" in made.messages[0].text
+    assert "[Conversation history: Used no tools. No errors.]" in made.messages[1].text
 
 
 def test_the_cut_snaps_to_whole_steps(talk: Talk, room: Room) -> None:
@@ -95,26 +95,34 @@ def test_the_cut_snaps_to_whole_steps(talk: Talk, room: Room) -> None:
 
     made = AGGRESSIVE.apply(conversation, room(10_000))
 
-    assert [m.role for m in made.messages] == ["system", "user", "assistant", *["tool"] * 6, "user"]
+    assert [m.role for m in made.messages] == ["system", "user", "user", "assistant", *["tool"] * 6, "user"]
 
 
 def test_the_aggressive_summary_quotes_task_constraint_error_and_conclusion(talk: Talk, room: Room) -> None:
     turns = [assistant("The import is missing from setup.py."), user("On."), *agent_session(2)[2:]]
     conversation = talk([*agent_session(14)[:-1], *turns])
 
-    text = AGGRESSIVE.apply(conversation, room(10_000)).messages[1].text
+    made = AGGRESSIVE.apply(conversation, room(10_000))
 
-    assert "Fix the failing import in app/loader.py." in text
-    assert "Never touch the migrations." in text
+    text = made.messages[2].text
+    assert made.messages[1] is conversation.messages[1]
     assert "ModuleNotFoundError: No module named 'loader_core'" in text
     assert "The import is missing from setup.py." in text
+
+
+def test_of_a_task_that_is_too_long_to_stay_the_summary_quotes_the_beginning(talk: Talk, room: Room) -> None:
+    conversation = talk([user("Port the loader to Rust. " + prose(3_000)), *agent_session(14)[2:]])
+
+    text = AGGRESSIVE.apply(conversation, room(10_000)).messages[0].text
+
+    assert "§ Goal\n- Port the loader to Rust. " in text
 
 
 def test_errors_and_requests_are_left_out_when_that_is_wanted(talk: Talk, room: Room) -> None:
     conversation = talk([user("Hello there."), assistant("Hi."), *agent_session(14)[2:]])
 
-    with_errors = AGGRESSIVE.apply(conversation, room(10_000)).messages[0].text
-    without = AutoCompact("aggressive", preserve_errors=False).apply(conversation, room(10_000)).messages[0].text
+    with_errors = AGGRESSIVE.apply(conversation, room(10_000)).messages[1].text
+    without = AutoCompact("aggressive", preserve_errors=False).apply(conversation, room(10_000)).messages[1].text
 
     assert "ModuleNotFoundError" in with_errors
     assert "§ Errors" not in without
@@ -123,8 +131,8 @@ def test_errors_and_requests_are_left_out_when_that_is_wanted(talk: Talk, room: 
 def test_the_summary_is_sealed_and_never_in_an_instructions_role(talk: Talk, room: Room) -> None:
     made = AGGRESSIVE.apply(talk(agent_session(14)), room(10_000))
 
-    assert summary.is_summary(made.messages[1])
-    assert made.messages[1].role == "user"
+    assert summary.is_summary(made.messages[2])
+    assert made.messages[2].role == "user"
 
 
 def test_a_later_system_message_stays_where_it_is(talk: Talk, room: Room) -> None:

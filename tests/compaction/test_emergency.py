@@ -48,6 +48,18 @@ def test_media_of_the_history_go_first_with_a_word_in_their_place(talk: Talk, ro
     assert made.messages[2] is conversation.messages[2]
 
 
+def test_an_image_in_a_tool_result_leaves_a_word_in_the_result(talk: Talk, room: Room) -> None:
+    shot = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "The screen:"}, IMAGE]}
+    conversation = talk([user("Look."), assistant(None, call("a", "screenshot")), shot, assistant("I see."), user("So?")])
+    total = room(1).ruler.total(conversation.messages)
+
+    made = Emergency().apply(conversation, room(total - 20))
+
+    assert made.messages[2].text == "The screen:\n[image cut to fit]"
+    assert made.messages[2].parts[0].call_id == "a"  # type: ignore[union-attr]
+    assert sum(media(made)) == 0
+
+
 def test_a_live_result_larger_than_the_window_is_cut_to_fit(talk: Talk, room: Room) -> None:
     lines = [prose(12, n) for n in range(3_000)]
     lines[1_500] = "TimeoutError: the store did not answer"
