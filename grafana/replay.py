@@ -325,7 +325,8 @@ async def rig(folder: Path, *, summaries: bool = False, arguments: Sequence[str]
         for name, command in commands.items():
             with (folder / f"{name}.log").open("wb") as log:
                 processes.append(await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=log, stderr=STDOUT))
-        built = Rig(*(f"http://127.0.0.1:{port}" for port in (proxy_port, admin_port, prometheus_port)), time.time())
+        here = "http://127.0.0.1"
+        built = Rig(f"{here}:{proxy_port}", f"{here}:{admin_port}", f"{here}:{prometheus_port}", time.time())
         await up(built.admin + "/readyz", processes[0], folder / "proxy.log")
         await up(built.prometheus + "/-/ready", processes[1], folder / "prometheus.log")
         yield built
