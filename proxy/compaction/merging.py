@@ -137,11 +137,12 @@ def _merged(conversation: Conversation, keep: int, share: float, budget: Budget)
     old = folding.old_steps(conversation, keep)
     if len(old) < 3:
         return conversation
-    observed = {output.message for output in outputs(conversation)}
-    following = next((step.head for i, step in enumerate(conversation.steps) if i > old[0] and i not in set(old)), None)
+    observed = {id(output.message) for output in outputs(conversation)}
+    gone = set(old)
+    following = next((step.head for i, step in enumerate(conversation.steps) if i > old[0] and i not in gone), None)
 
     def write(steps: Sequence[Step]) -> list[Message]:
-        asked = [step.head.text for step in steps if step.head.role == "user" and step.head not in observed]
+        asked = [step.head.text for step in steps if step.head.role == "user" and id(step.head) not in observed]
         request, result = _both([text for text in asked if text.strip()], steps, int(4 * share * budget.target))
         if following is not None and following.role == "assistant":
             return [said("user", f"{request}\n\n{result}")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from proxy.compaction.emergency import Emergency, floor, newest_is_output
 from proxy.compaction.folding import in_turns
 from proxy.compaction.merging import Auto, Digested, MergedTurns
 from proxy.compaction.snip import Snip
-from proxy.compaction.validation import OPENAI, Needle, Rules, broken, missing, needles
+from proxy.compaction.validation import OPENAI, Needle, Rules, broken, missing, needles, violations
 from proxy.conversation import Conversation, Message, Text, ToolResult
 from proxy.windows import Budget
 
@@ -124,6 +125,7 @@ class _Event:
         self._folded_already = _is_folded(conversation)
         self._rules, self._repair, self._hard = rules, repair, hard
         self._needles: tuple[Needle, ...] | None = None
+        self._violations: Counter[str] | None = None
 
     def run(self, pipeline: Sequence[Layer], stop: Stop) -> CompactionResult:
         if self._floor > self._budget.usable:
@@ -243,7 +245,10 @@ class _Event:
         return self._turned(self._repair(made, quotes, self._budget))
 
     def _broken(self, made: Conversation, layer: Layer) -> str | None:
-        return broken(self._came, made, self._rules, live_turn_may_change=is_last_resort(layer) or self._heavy)
+        if self._violations is None:
+            self._violations = violations(self._came, self._rules)
+        may_change = is_last_resort(layer) or self._heavy
+        return broken(self._came, made, self._rules, live_turn_may_change=may_change, known=self._violations)
 
     def _superseded(self, reports: Sequence[LayerReport], begin: Conversation) -> tuple[LayerReport, ...]:
         """The reports of layers whose work was put aside by one that starts over: only what took out redundancy still counts."""

@@ -54,15 +54,25 @@ def violations(conversation: Conversation, rules: Rules = OPENAI) -> Counter[str
     return +found
 
 
-def broken(before: Conversation, after: Conversation, rules: Rules = OPENAI, *, live_turn_may_change: bool = False) -> str | None:
-    """The first rule that `after` breaks and `before` did not, or None. Rules are short closed words."""
+def broken(
+    before: Conversation,
+    after: Conversation,
+    rules: Rules = OPENAI,
+    *,
+    live_turn_may_change: bool = False,
+    known: Counter[str] | None = None,
+) -> str | None:
+    """The first rule that `after` breaks and `before` did not, or None. Rules are short closed words.
+
+    known: the violations of `before`, where they were counted already.
+    """
     if not _same_objects(_instructions(before), _instructions(after)):
         return "instructions"
     if not _keeps_live_turn(before, after, live_turn_may_change):
         return "live_turn"
     if not _reasoning_whole(before, after):
         return "reasoning"
-    old, new = violations(before, rules), violations(after, rules)
+    old, new = violations(before, rules) if known is None else known, violations(after, rules)
     return next((rule for rule in sorted(new) if new[rule] > old[rule]), None)
 
 
@@ -266,7 +276,8 @@ def _references(conversation: Conversation) -> Iterator[Needle]:
     names = [name for name in dict.fromkeys(_NAME.findall(said)) if len(name) > 5 and not name.replace(".", "").isdigit()][
         :_NAMES
     ]
-    history = [message for message in reversed(conversation.messages) if not message.is_instruction and message not in live]
+    mine = {id(message) for message in live}
+    history = [message for message in reversed(conversation.messages) if not message.is_instruction and id(message) not in mine]
     for name in names:
         source = next((message for message in history if name in message.text), None)
         if source is not None:
