@@ -392,7 +392,7 @@ class Compactor:
             return None
 
     async def _total(self, ruler: ChatRuler, conversation: Conversation) -> int:
-        if ruler.cold_bytes(conversation.messages) <= INLINE_BYTES:
+        if ruler.cold_bytes(conversation.messages, INLINE_BYTES) <= INLINE_BYTES:
             return ruler.total(conversation.messages)
         return await self._off_loop(lambda: ruler.total(conversation.messages))
 

@@ -47,6 +47,10 @@ APART = 100
 LONG = 500
 """Tokens of a sample that may lower the slope: a short greeting would halve it, and a long request then overflow."""
 
+IMPLAUSIBLE = SLOPES[0]
+"""Of our own count: an upstream that reports less than this for a long request did not read it whole, or counts only what it
+had not cached. However often that happens, it says nothing of its tokenizer."""
+
 FAR = 1.5
 """Times what was expected, or a part of it: then it was not the request that we counted."""
 
@@ -154,7 +158,7 @@ class Calibrator:
         `usage.prompt_tokens` of its answer. prefixes: the `chain` of the forwarded messages.
         """
         key = _bounded(key)
-        if estimated <= 0 or reported <= 0:
+        if estimated <= 0 or reported <= 0 or (estimated >= LONG and reported < IMPLAUSIBLE * estimated):
             return False
         line = self._lines.setdefault(key, _Line())
         self._lines.move_to_end(key)

@@ -219,3 +219,13 @@ def test_a_fit_does_not_depend_on_the_order_of_answers(samples: list[tuple[int, 
     one, two = fit(samples, cold("x")), fit(list(reversed(samples)), cold("x"))
 
     assert (one.slope, one.offset, one.margin) == pytest.approx((two.slope, two.offset, two.margin))
+
+
+def test_an_upstream_that_reports_only_a_fraction_of_long_requests_never_bends_the_line() -> None:
+    calibrator = Calibrator()
+    key = Key("http://upstream/v1", "house-model", False)
+
+    taken = [calibrator.observe(key, estimated, 11) for estimated in range(1_000, 21_000, 1_000)]
+
+    assert not any(taken)
+    assert calibrator.calibration(key) == cold("house-model")
