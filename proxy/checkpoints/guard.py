@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
@@ -24,6 +24,9 @@ PAUSE, LONGEST_PAUSE = 1.0, 30.0
 
 WARN_EVERY = 60.0
 """Seconds between two warnings."""
+
+TURNS = 4
+"""Turns of a busy event loop that an answer which is already there takes to arrive: the loop was slow then, not the store."""
 
 REMEMBERED = 65_536
 """Keys whose last touch is remembered: a few megabytes. Forgetting costs one touch more."""
@@ -102,7 +105,7 @@ class Breaker:
 
 
 class Guard:
-    """A shared store behind a memory of this process. Never raises StoreUnavailable and never takes longer than the budget.
+    """A shared store behind a memory of this process. Never raises StoreUnavailable, never waits longer than the budget.
 
     While the store is slow, down, full, read-only or damaged, the memory serves alone; one warning a minute says so, and the
     first success ends it. Reads and writes fail apart: a full store still answers.
@@ -124,6 +127,7 @@ class Guard:
         self._breakers = {"get": Breaker(clock), "put": Breaker(clock)}
         self._touched: dict[bytes, float] = {}
         self._warned: float | None = None
+        self._under_way: set[asyncio.Task[Any]] = set()
 
     @property
     def is_healthy(self) -> bool:
@@ -159,6 +163,10 @@ class Guard:
         return stored
 
     async def aclose(self) -> None:
+        under_way = list(self._under_way)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
         await self._store.aclose()
         await self._memory.aclose()
 
@@ -190,23 +198,51 @@ class Guard:
         if not breaker.admits():
             return None
         start = time.perf_counter()
-        try:
-            async with asyncio.timeout(self._budget):
-                value = await call()
-        except (StoreUnavailable, TimeoutError) as error:
+        value, failure = await self._in_time(call)
+        seconds = time.perf_counter() - start
+        if failure is not None:
             breaker.failed()
-            self._observe(self._name, operation, "error", time.perf_counter() - start)
-            self._warn("slow" if isinstance(error, TimeoutError) else str(error))
+            self._observe(self._name, operation, "error", seconds)
+            self._warn(failure)
             return None
         breaker.succeeded()
-        self._observe(self._name, operation, result(value), time.perf_counter() - start)
-        return value
+        assert value is not None
+        self._observe(self._name, operation, result(value[0]), seconds)
+        return value[0]
+
+    async def _in_time(self, call: Callable[[], Awaitable[T]]) -> tuple[tuple[T] | None, str | None]:
+        """The value, or why there is none.
+
+        A call that takes too long is left to end by itself: it may be making the connection that the next one needs.
+        """
+        task = asyncio.ensure_future(_called(call))
+        self._under_way.add(task)
+        task.add_done_callback(self._ended)
+        await asyncio.wait({task}, timeout=self._budget)
+        for _ in range(TURNS):
+            if not task.done():
+                await asyncio.sleep(0)
+        if not task.done():
+            return None, "slow"
+        error = task.exception()
+        if isinstance(error, StoreUnavailable):
+            return None, str(error)
+        return (task.result(),), None
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._under_way.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen: what came too late is nobody's business
 
     def _warn(self, reason: str) -> None:
         now = self._clock()
         if self._warned is None or now - self._warned >= WARN_EVERY:
             self._warned = now
             _log.warning("checkpoint store does not answer: memory only", store=self._name, reason=reason)
+
+
+async def _called(call: Callable[[], Awaitable[T]]) -> T:
+    return await call()
 
 
 def _hit_or_miss(found: tuple[int, Checkpoint] | None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import structlog
 
@@ -60,8 +60,7 @@ class Compaction(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PrepareResult:
+class PrepareResult(NamedTuple):
     """compact_message: what to ask the model, None when there is nothing to condense. to_preserve: what stays as it is."""
 
     compact_message: Message | None
@@ -92,7 +91,7 @@ class SimpleCompaction:
         if at == 0:
             return PrepareResult(None, messages)
         to_compact = messages[:at]
-        parts = condensing(to_compact, self._prompt(to_compact), media=True)
+        parts = condensing(to_compact, self._prompt(messages), media=True)
         return PrepareResult(Message("user", tuple(parts)), messages[at:])
 
     async def compact(self, messages: Sequence[Message], llm: LLM) -> Sequence[Message]:

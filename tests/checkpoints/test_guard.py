@@ -134,6 +134,47 @@ async def test_it_heals_by_itself(checkpoint):
     assert await guard(shared).get_longest([b"x" * 32]) == (0, checkpoint("later"))
 
 
+async def test_a_store_whose_first_connection_takes_longer_than_the_budget_is_used_all_the_same(checkpoint):
+    class Connecting(Shared):
+        connected = False
+
+        async def get_longest(self, keys):
+            if not self.connected:
+                await asyncio.sleep(0.1)
+                self.connected = True
+            return await super().get_longest(keys)
+
+    shared, clock, told = Connecting(), Clock(), Told()
+    await shared.put_if_absent(KEY, checkpoint())
+    store = guard(shared, told, clock=clock)
+    assert await store.get_longest([KEY]) is None
+    while not shared.connected:
+        await asyncio.sleep(0.01)
+    clock.now += 1.1
+
+    assert await store.get_longest([KEY]) == (0, checkpoint())
+    assert told == [("redis", "get", "error"), ("redis", "get", "hit")]
+
+
+async def test_a_defect_of_a_store_is_not_hidden():
+    shared = Shared()
+    shared.trouble = {"get": ZeroDivisionError()}
+
+    with pytest.raises(ZeroDivisionError):
+        await guard(shared).get_longest([KEY])
+
+
+async def test_closing_ends_what_still_waits():
+    shared = Shared()
+    shared.trouble = {"get": 3600.0}
+    store = guard(shared, budget=0.01)
+    await store.get_longest([KEY])
+
+    await store.aclose()
+
+    assert store._under_way == set()
+
+
 async def test_a_store_that_cannot_be_written_is_still_read(checkpoint):
     shared = Shared()
     await shared.put_if_absent(KEY, checkpoint("of another replica"))

@@ -179,7 +179,7 @@ async def test_answers_that_come_after_their_caller_left_reach_nobody_else(serve
 
 
 async def test_a_redis_that_is_flushed_costs_no_request_and_is_filled_again(server):
-    async with Load(open_store(server.url)) as load:
+    async with Load(open_store(server.url, budget=30)) as load:
         store = RedisStore(server.url, Codec(), ttl=60)
         await store._ask("FLUSHALL")
         await load.some(200)
