@@ -18,6 +18,8 @@ LONGEST_LINE = 240
 
 LONGEST_NAME = 200
 """Characters: longer runs are data (base64, minified code), not names."""
+LONGEST_PLAIN = 64
+"""The same for names without slashes."""
 
 _WORD = re.compile(r"\n|[\w./\\~@#$%+=&?:<>-]{4,}", re.A)
 _QUOTED = re.compile(r'\n|"[^"\n]{4,80}"|`[^`\n]{4,80}`|“[^”\n]{2,60}”|「[^」\n]{2,60}」|『[^』\n]{2,60}』|《[^》\n]{2,60}》')
@@ -207,7 +209,7 @@ def _plain(word: str) -> list[str]:
 
 
 def _is_name(word: str) -> bool:
-    if len(word) < 4:
+    if not 4 <= len(word) <= LONGEST_PLAIN:
         return False
     if word.isalpha():
         return bool(_CAMEL.search(word)) and len(word) > 4 if not word.isupper() else len(word) >= 6

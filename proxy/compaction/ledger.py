@@ -355,11 +355,11 @@ def render(ledger: Ledger, *, style: Style, max_tokens: int, ruler: Ruler) -> st
     writer: Callable[[Ledger, int], str] = {"detailed": _detailed, "brief": _brief, "blocks": _blocks, "json": _json}[style]
     characters = 4 * max_tokens
     text = writer(ledger, characters)
-    for _ in range(6):
+    for _ in range(12):
         tokens = ruler.text(text)
         if tokens <= max_tokens:
             return text
-        characters = min(characters - 1, len(text) * max_tokens * 95 // (100 * max(1, tokens)))
+        characters = min(characters * 4 // 5, len(text) * max_tokens * 95 // (100 * max(1, tokens)))
         text = writer(ledger, characters)
     return text
 

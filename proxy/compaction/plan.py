@@ -168,7 +168,8 @@ def planned(history: History, target: int, *, mode: Mode, keep_recent: int, wind
         room -= _keep_important(history, whole, room, keep_recent)
         silent = frozenset(i for i in range(newest) if i not in whole and history.importance(i, keep_recent) <= SUMMARY_SCORE)
     else:
-        room -= _keep_tail(history, whole, partial, room, window if mode == "sliding_window" else keep_recent)
+        longest = window if mode == "sliding_window" else len(history.conversation.messages)
+        room -= _keep_tail(history, whole, partial, room, keep_recent, longest)
     folded = [i for i in range(len(history.steps)) if i not in whole and i not in partial]
     groups = _windows(history, folded, window) if mode == "sliding_window" else (tuple(folded),) if folded else ()
     return Plan(frozenset(whole), frozenset(partial), groups, room, edited, silent)
@@ -187,15 +188,15 @@ def _keep_task(history: History, whole: set[int], edited: dict[int, Message], ro
     return history.ruler.message(edited[task])
 
 
-def _keep_tail(history: History, whole: set[int], partial: set[int], room: float, keep_recent: int) -> float:
-    """The newest steps stay, as far as a share of the room goes; what their skeletons cost."""
+def _keep_tail(history: History, whole: set[int], partial: set[int], room: float, keep_recent: int, longest: int) -> float:
+    """The newest steps stay, up to `longest` messages, as far as a share of the room goes; what their skeletons cost."""
     spent, messages = 0.0, len(history.steps[history.newest].messages)
     for i in range(history.newest - 1, -1, -1):
         messages += len(history.steps[i].messages)
         if i in whole:
             continue
         share = RECENT_SHARE if messages <= keep_recent else TAIL_SHARE
-        if spent + history.skeleton(i) > share * room or i in history.summaries:
+        if messages > longest or spent + history.skeleton(i) > share * room or i in history.summaries:
             break
         spent += history.skeleton(i)
         partial.add(i)

@@ -26,7 +26,8 @@ _STEMS = (
 
 _ERROR = re.compile(
     r"""
-      ^\s*(?:[\w./\\-]+(?:\[\d+\])?:\s+)?(?:\*{0,2}|\[)(?:fatal\s+)?(?:error|fatal|panic|failed|failure|fail|exception|critical|severe)\b[\]*]{0,3}\s*(?:\[[\w.-]+\]\s*)?(?::|!|-|–|—|\bin\b|\()
+      ^\s*(?:[\w./\\-]+(?:\[\d+\])?:\s+)?(?:\*{0,2}|\[)(?:fatal\s+)?(?:error|fatal|panic|failed|failure|fail|exception|
+            critical|severe)\b[\]*]{0,3}\s*(?:\[[\w.-]+\]\s*)?(?::|!|-|–|—|\bin\b|\()
     | (?:^|[\s(\["'.])[\w.$]*(?:Error|Exception|Failure|Fault)(?:\[\w+\])?\s*(?:\([^)]*\))?\s*(?::|$)
     | ^\s*Traceback\ \(most\ recent\ call\ last\)
     | ^\s*(?:thread\ '.*'\ )?panicked\ at\b | \bthread\ '[^']*'\ panicked
@@ -34,19 +35,24 @@ _ERROR = re.compile(
     | \s(?:FAILED|ERROR)\s*(?:\[\s*\d+%\])?\s*$
     | ^E\s{2,}\S
     | ^\s*[✗✘✖×❌]\s*\S
-    | \b(?:exit(?:ed)?|return(?:ed)?|finished|terminated)(?:\s+(?:with|status))?(?:\s+(?:non-?zero))?\s*[\s-]*(?:code|status)?\s*[:=]?\s*\(?(?:[1-9]\d{0,2}|-\d+)\)?\s*(?:$|[.,;)\]]|\()
+    | \b(?:exit(?:ed)?|return(?:ed)?|finished|terminated)(?:\s+(?:with|status))?(?:\s+(?:non-?zero))?\s*[\s-]*(?:code|
+          status)?\s*[:=]?\s*\(?(?:[1-9]\d{0,2}|-\d+)\)?\s*(?:$|[.,;)\]]|\()
     | ^\s*<?(?:exit_?code|returncode|exit[ _]status)>?\s*[:=>]\s*(?:[1-9]\d{0,2}|-\d+)
     | ^\s*(?:=+|-+)?\s*\d+\s+(?:tests?\s+|specs?\s+|examples?,\s+)?(?:failed|errors?|failures?)\b
     | \b[1-9]\d*\s+(?:failed|failing|failures?|errors?)\b(?:[,;.\s)=]|$)
     | \bTests?:?\s.*\b[1-9]\d*\s+failed
     | \bfail(?:ures|ed)=[1-9] | \berrors=[1-9]
-    | :\s*(?:No\ such\ file\ or\ directory|Permission\ denied|command\ not\ found|not\ found|Is\ a\ directory|Not\ a\ directory|Input/output\ error|Connection\ refused|Operation\ not\ permitted|cannot\ [a-z]+.*)\s*$
-    | ^\s*(?:bash|sh|zsh|npm|git|make|cargo|go|curl|docker|pip|node|python3?|grep|find|ls|cat|sed|cp|mv|rm|cd|mkdir|cmake|gcc|clang|ld|javac|mvn|gradle|yarn|pnpm|tsc|eslint):\s.*\b(?:error|fail|cannot|not|no\ |invalid|denied|refused|unknown|missing|illegal|unrecognized)
+    | :\s*(?:No\ such\ file\ or\ directory|Permission\ denied|command\ not\ found|not\ found|Is\ a\ directory|
+          Not\ a\ directory|Input/output\ error|Connection\ refused|Operation\ not\ permitted|cannot\ [a-z]+.*)\s*$
+    | ^\s*(?:bash|sh|zsh|npm|git|make|cargo|go|curl|docker|pip|node|python3?|grep|find|ls|cat|sed|cp|mv|rm|cd|mkdir|cmake|
+          gcc|clang|ld|javac|mvn|gradle|yarn|pnpm|tsc|eslint):\s.*\b(?:error|fail|cannot|not|no\ |invalid|denied|refused|
+          unknown|missing|illegal|unrecognized)
     | ^\s*(?:npm\s+(?:ERR!|error)|error\[E\d+\]|ERR!|make(?:\[\d+\])?:\s+\*\*\*)
     | ^[^\s:][^:\n]*:\d+(?::\d+)?:?\s+(?:-\s+)?(?:fatal\s+)?(?:error|undefined|cannot|expected)\b
     | \(\d+,\d+\):\s+error\b | \berror\s+(?:TS|CS|C|LNK|MSB|E)\d{3,5}\b
     | \b(?:Segmentation\ fault|core\ dumped|Bus\ error|Killed|Aborted|stack\ overflow|out\ of\ memory|Assertion\s+.*failed)\b
-    | ^\s*(?:Command|Request|Operation|Connection|Process|The\ command)\b.{0,60}\b(?:timed\ out|failed|refused|aborted|was\ killed)
+    | ^\s*(?:Command|Request|Operation|Connection|Process|The\ command)\b.{0,60}\b(?:timed\ out|failed|refused|aborted|
+          was\ killed)
     | ^\s*(?:Cannot|Could\ not|Couldn't|Can't|Unable\ to|Failed\ to|Invalid|Unexpected|Unknown|Unrecognized|Missing)\s+\w
     | \b(?:command\ not\ found|no\ such\ file\ or\ directory|permission\ denied|not\ a\ git\ repository):\s*\S
     | ^\(eval\):\d+:\s | \[Errno\ \d+\] | \bdue\ to\ (?:an?\ )?(?:exception|error)\b
@@ -73,14 +79,18 @@ _ERROR_LOWER = re.compile(
 )
 
 _NUMBERED = re.compile(r"^\s*\d+\s*(?:→|\||│|\t|:\s|:\t)|^\s*\d+:")
-_SUMMARY_OR_LOCATED = re.compile(r"^\s*\d+\s+(?:failed|errors?|passed)")
+_SUMMARY_OR_LOCATED = re.compile(r"^\s*\d+ +(?:failed|errors?|passed)\b")
+_LISTED = re.compile(r"^[dlbcps-](?:[r-][w-][xsStT-]){3}")
 _DIFF = re.compile(r"^(?:[+-](?![+-]{2}\s)|@@|\+\+\+ |--- [ab]/|diff --git|index [0-9a-f]{7})")
 _CODE = re.compile(
     r"""
       ^\s*(?://|\#(?!\#*\s*(?:ERROR|FAIL))|/\*|\*\s|<!--|"{3}|'{3}|--\s)
-    | ^\s*(?:return|raise|throw|throws|func|fn|def|class|import|from|if|elif|else|for|while|case|switch|except|catch|try|finally|with|async|await|
-        const|let|var|public|private|protected|static|export|interface|type|enum|struct|impl|use|package|pub|assert|yield|lambda|except|rescue|defer|
-        print|println|printf|echo|expect|describe|it|test|self|this|console|logger|logging|log|fmt|errors|t|sys|process|std|new|set|end|begin|do|unless|when)
+    | ^\s*(?:return|raise|throw|throws|func|fn|def|class|import|from|if|elif|else|for|while|case|switch|except|catch|try|
+          finally|with|async|await|
+        const|let|var|public|private|protected|static|export|interface|type|enum|struct|impl|use|package|pub|assert|yield|
+              lambda|except|rescue|defer|
+        print|println|printf|echo|expect|describe|it|test|self|this|console|logger|logging|log|fmt|errors|t|sys|process|
+              std|new|set|end|begin|do|unless|when)
         (?=\s*[\s.(\[{:;]\s*\S*.*(?:[(){}\[\];=]|:\s*$))
     | ^\s*(?:return|raise|throw|import|from|def|class|func|fn|except|catch|elif|const|let|var|export)\b
     | ^\s*[\w.$\[\]"'*&]+\s*(?::=|\+=|-=|=>|->|==|!=|=(?!=))\s*\S
@@ -102,7 +112,7 @@ _POSITIVE_COUNT = re.compile(r"\b[1-9]\d*\s+(?:failed|failing|failures?|errors?)
 
 
 def is_error_line(line: str) -> bool:
-    """True for a line of tool output that reports a failure: not code that handles one, not a numbered read, not a diff's context."""
+    """True for a line of output that reports a failure: not code that handles one, not a numbered read, not a diff's context."""
     if len(line) > LONGEST_ERROR_LINE:
         return False
     lowered = line.lower()
@@ -113,7 +123,7 @@ def is_error_line(line: str) -> bool:
 def _reports_failure(line: str) -> bool:
     if len(line.strip()) < 6:
         return False
-    if (_NUMBERED.search(line) and not _SUMMARY_OR_LOCATED.search(line)) or _DIFF.search(line):
+    if (_NUMBERED.search(line) and not _SUMMARY_OR_LOCATED.search(line)) or _DIFF.search(line) or _LISTED.match(line):
         return False
     if _ERROR.search(line) is None and _ERROR_LOWER.search(line) is None:
         return False
@@ -191,34 +201,57 @@ def _sentences(text: str) -> tuple[str, ...]:
 _REQUEST = re.compile(
     r"""
       \?\s*$ | ？
-    | ^(?:please|pls|can|could|would|will|let'?s|let\ us|now|next|then|also|and|ok(?:ay)?[,.]?|yes[,.]?|no[,.]?|instead|first|finally|try|make\ sure|we|i|you|the\ task|your\ (?:task|goal|job))?\W*\s*
+    | ^(?:please|pls|can|could|would|will|let'?s|let\ us|now|next|then|also|and|ok(?:ay)?[,.]?|yes[,.]?|no[,.]?|instead|
+          first|finally|try|make\ sure|we|i|you|the\ task|your\ (?:task|goal|job))?\W*\s*
       (?:please\s+|just\s+|also\s+|then\s+|now\s+|to\s+|you\s+|we\s+|i\s+)*
-      (?:add|adjust|address|allow|analy[sz]e|answer|apply|ask|book|build|calculate|cancel|change|check|clean|close|commit|compare|complete|configure|continue|convert|copy|create|
-        debug|delete|deploy|describe|design|disable|do|document|drop|edit|enable|exchange|explain|extend|extract|fetch|figure|fill|filter|find|finish|fix|format|generate|get|give|go|handle|help|
-        implement|improve|include|inspect|install|integrate|investigate|keep|list|load|look|make|merge|migrate|modify|move|open|optimi[sz]e|output|parse|plan|port|print|process|produce|provide|push|put|
-        read|rebuild|recommend|redo|refactor|refund|remove|rename|reorder|replace|report|reproduce|resolve|restore|return|revert|review|rewrite|run|save|search|send|set|show|simplify|solve|sort|split|start|stop|suggest|summari[sz]e|
+      (?:add|adjust|address|allow|analy[sz]e|answer|apply|ask|book|build|calculate|cancel|change|check|clean|close|commit|
+            compare|complete|configure|continue|convert|copy|create|
+        debug|delete|deploy|describe|design|disable|do|document|drop|edit|enable|exchange|explain|extend|extract|fetch|
+              figure|fill|filter|find|finish|fix|format|generate|get|give|go|handle|help|
+        implement|improve|include|inspect|install|integrate|investigate|keep|list|load|look|make|merge|migrate|modify|
+              move|open|optimi[sz]e|output|parse|plan|port|print|process|produce|provide|push|put|
+        read|rebuild|recommend|redo|refactor|refund|remove|rename|reorder|replace|report|reproduce|resolve|restore|return|
+              revert|review|rewrite|run|save|search|send|set|show|simplify|solve|sort|split|start|stop|suggest|summari[sz]e|
         support|switch|take|tell|test|translate|try|turn|undo|update|upgrade|use|validate|verify|view|wait|want|need|write)\b
-    | \b(?:i(?:'d|\ would)\ like|i\ (?:want|need|wish)|can\ you|could\ you|would\ you|will\ you|help\ me|your\ (?:task|goal)\ is|we\ (?:need|want|should|still\ need))\b
-    | ^(?:请|麻烦|帮|帮我|给我|我想|我要|我需要|能不能|可以|可否|希望|想要|把|将)|(?:请|帮我|麻烦你?|我想要?|我需要)\S|吗[？?]?$|呢[？?]?$
+    | \b(?:i(?:'d|\ would)\ like|i\ (?:want|need|wish)|can\ you|could\ you|would\ you|will\ you|help\ me|your\ (?:task|
+          goal)\ is|we\ (?:need|want|should|still\ need))\b
+    | ^(?:请|麻烦|帮|帮我|给我|我想|我要|我需要|能不能|可以|可否|希望|想要|把|将)|(?:请|帮我|麻烦你?|我想要?|我需要)\S|
+          吗[？?]?$|呢[？?]?$
     | (?:ください|下さい|お願い|してほしい|して欲しい|たい(?:です|と)|でしょうか|ますか|ですか|てくれ|なさい|せよ)
-    | \b(?:bitte|kannst\ du|können\ sie|könntest|ich\ (?:möchte|will|brauche|hätte\ gern)|füge|erstelle|ändere|prüfe|zeige|behebe|schreibe)\b
-    | \b(?:s'il\ (?:te|vous)\ pla[iî]t|peux-tu|pouvez-vous|pourrais-tu|pourriez-vous|je\ (?:veux|voudrais|souhaite)|ajoute[rz]?|corrige[rz]?|crée[rz]?|montre[rz]?|vérifie[rz]?|écris|écrivez)\b
-    | \b(?:por\ favor|puedes|podrías|podría|quiero|quisiera|necesito|me\ gustaría|añade|agrega|crea|corrige|muestra|comprueba|escribe)\b
+    | \b(?:bitte|kannst\ du|können\ sie|könntest|ich\ (?:möchte|will|brauche|hätte\ gern)|füge|erstelle|ändere|prüfe|
+          zeige|behebe|schreibe)\b
+    | \b(?:s'il\ (?:te|vous)\ pla[iî]t|peux-tu|pouvez-vous|pourrais-tu|pourriez-vous|je\ (?:veux|voudrais|souhaite)|
+          ajoute[rz]?|corrige[rz]?|crée[rz]?|montre[rz]?|vérifie[rz]?|écris|écrivez)\b
+    | \b(?:por\ favor|puedes|podrías|podría|quiero|quisiera|necesito|me\ gustaría|añade|agrega|crea|corrige|muestra|
+          comprueba|escribe)\b
     """,
     re.X | re.I,
 )
 
 _CONSTRAINT = re.compile(
     r"""
-      \b(?:do\s+not|don'?t|never|must\s+not|mustn'?t|must|should\s+not|shouldn'?t|cannot\s+be|may\s+not|not\s+allowed|forbidden|prohibited|avoid|without\s+(?:changing|modifying|using|breaking|adding|touching)|refrain|no\s+longer|
-        always|from\s+now\s+on|going\s+forward|in\s+future|henceforth|at\s+all\s+times|every\s+time|each\s+time|make\s+sure|ensure|be\s+sure\s+to|required?|is\s+mandatory|have\s+to|has\s+to|needs?\s+to\s+be|
-        only\s+(?:use|change|edit|modify|touch|when|if|after|the)|exactly|at\s+(?:most|least)|no\s+more\s+than|limit(?:ed)?\s+to|stick\s+(?:to|with)|keep\s+(?:it|the|all|to)|leave\s+.{1,40}\s+(?:alone|as|unchanged|untouched)|
+      \b(?:do\s+not|don'?t|never|must\s+not|mustn'?t|must|should\s+not|shouldn'?t|cannot\s+be|may\s+not|not\s+allowed|
+            forbidden|prohibited|avoid|without\s+(?:changing|modifying|using|breaking|adding|touching)|refrain|no\s+longer|
+        always|from\s+now\s+on|going\s+forward|in\s+future|henceforth|at\s+all\s+times|every\s+time|each\s+time|
+              make\s+sure|ensure|be\s+sure\s+to|required?|is\s+mandatory|have\s+to|has\s+to|needs?\s+to\s+be|
+        only\s+(?:use|change|edit|modify|touch|when|if|after|the)|exactly|at\s+(?:most|least)|no\s+more\s+than|
+              limit(?:ed)?\s+to|stick\s+(?:to|with)|keep\s+(?:it|the|all|to)|leave\s+.{1,40}\s+(?:alone|as|unchanged|
+              untouched)|
         prefer|rather\s+than|instead\s+of|i(?:'d|\s+would)\s+(?:rather|prefer)|we\s+use|use\s+only|remember)\b
-    | 不要|不能|不可|不得|不许|别(?!人|的|处|名)|禁止|避免|切勿|必须|务必|一定要|应该|需要保持|始终|总是|永远|从现在|以后都|今后|只(?:能|用|要|需|可以)|最多|至少|不超过|优先|尽量|更喜欢|宁可|而不是|请记住|记住
-    | してはいけ|しないで|してはなら|禁止|やめて|避けて|必ず|絶対|なければなら|ねばなら|べき|常に|いつも|今後|これから(?:は|も)|以後|のみ|だけ(?:を|に|使)|以内|以上|以下|優先|の方が(?:いい|良い|好)|できるだけ|覚えて
-    | \b(?:nicht|niemals|nie|kein(?:e|en|er|es)?|darf(?:st)?|dürfen|verboten|vermeide[nt]?|muss|musst|müssen|soll(?:st|te|en)?|unbedingt|immer|stets|ab\s+(?:jetzt|sofort)|künftig|in\s+Zukunft|nur|höchstens|mindestens|lieber|bevorzuge|statt(?:dessen)?|anstatt)\b
-    | \b(?:ne\s+\S+(?:\s+\S+)?\s+(?:pas|jamais|plus|rien)|n['’]\S+\s+(?:pas|jamais|plus)|jamais|interdit|évite[rz]?|éviter|doi[ts]|devez|devons|il\s+faut|obligatoire|toujours|désormais|dorénavant|à\s+partir\s+de\s+maintenant|à\s+l['’]avenir|seulement|uniquement|au\s+(?:plus|moins|maximum|minimum)|préfère|plutôt|au\s+lieu)\b
-    | \b(?:no\s+(?:uses?|cambies?|toques?|modifiques?|hagas?|debes?|borres?|escribas?|añadas?|puede[sn]?|se\s+debe)|nunca|jamás|prohibido|evita[r]?|debe[sn]?|tiene[sn]?\s+que|hay\s+que|obligatorio|siempre|a\s+partir\s+de\s+ahora|de\s+ahora\s+en\s+adelante|en\s+(?:el\s+)?futuro|solo|sólo|solamente|únicamente|como\s+(?:máximo|mínimo)|al\s+menos|prefiero|mejor\s+(?:usa|que)|en\s+(?:lugar|vez)\s+de|asegúrate)\b
+    | 不要|不能|不可|不得|不许|别(?!人|的|处|名)|禁止|避免|切勿|必须|务必|一定要|应该|需要保持|始终|总是|永远|从现在|
+          以后都|今后|只(?:能|用|要|需|可以)|最多|至少|不超过|优先|尽量|更喜欢|宁可|而不是|请记住|记住
+    | してはいけ|しないで|してはなら|禁止|やめて|避けて|必ず|絶対|なければなら|ねばなら|べき|常に|いつも|今後|
+          これから(?:は|も)|以後|のみ|だけ(?:を|に|使)|以内|以上|以下|優先|の方が(?:いい|良い|好)|できるだけ|覚えて
+    | \b(?:nicht|niemals|nie|kein(?:e|en|er|es)?|darf(?:st)?|dürfen|verboten|vermeide[nt]?|muss|musst|müssen|soll(?:st|te|
+          en)?|unbedingt|immer|stets|ab\s+(?:jetzt|sofort)|künftig|in\s+Zukunft|nur|höchstens|mindestens|lieber|bevorzuge|
+          statt(?:dessen)?|anstatt)\b
+    | \b(?:ne\s+\S+(?:\s+\S+)?\s+(?:pas|jamais|plus|rien)|n['’]\S+\s+(?:pas|jamais|plus)|jamais|interdit|évite[rz]?|
+          éviter|doi[ts]|devez|devons|il\s+faut|obligatoire|toujours|désormais|dorénavant|à\s+partir\s+de\s+maintenant|
+          à\s+l['’]avenir|seulement|uniquement|au\s+(?:plus|moins|maximum|minimum)|préfère|plutôt|au\s+lieu)\b
+    | \b(?:no\s+(?:uses?|cambies?|toques?|modifiques?|hagas?|debes?|borres?|escribas?|añadas?|puede[sn]?|se\s+debe)|nunca|
+          jamás|prohibido|evita[r]?|debe[sn]?|tiene[sn]?\s+que|hay\s+que|obligatorio|siempre|a\s+partir\s+de\s+ahora|
+          de\s+ahora\s+en\s+adelante|en\s+(?:el\s+)?futuro|solo|sólo|solamente|únicamente|como\s+(?:máximo|mínimo)|
+          al\s+menos|prefiero|mejor\s+(?:usa|que)|en\s+(?:lugar|vez)\s+de|asegúrate)\b
     """,
     re.X | re.I,
 )
