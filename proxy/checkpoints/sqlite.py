@@ -214,8 +214,9 @@ def _switch_to_wal(connection: sqlite3.Connection) -> None:
 
 def _application(connection: sqlite3.Connection) -> int:
     """Whose database it is: APPLICATION ours, 0 nobody's yet, any other somebody's."""
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    # in this order: whoever made the tables a moment ago has set the id with them
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
     return int(application) or (-1 if tables else 0)
 
 

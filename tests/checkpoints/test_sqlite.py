@@ -161,6 +161,17 @@ async def test_a_file_that_is_deleted_while_open_is_begun_anew(open_file, tmp_pa
     assert (tmp_path / "store.db").exists()
 
 
+async def test_many_workers_that_start_at_once_make_one_store(open_file, tmp_path, checkpoint):
+    for number in range(15):
+        path = tmp_path / f"{number}.db"
+        stores = [open_file(path) for _ in range(4)]
+
+        won = await asyncio.gather(*(store.put_if_absent(KEY, checkpoint(f"{i}")) for i, store in enumerate(stores)))
+
+        assert sorted(won) == [False, False, False, True]
+        assert not path.with_suffix(".db.corrupt").exists()
+
+
 async def test_a_full_disk_is_said_in_a_word(open_file, tmp_path, checkpoint):
     store = open_file()
     await store.put_if_absent(KEY, checkpoint())
