@@ -13,6 +13,7 @@ import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,11 +22,11 @@ import structlog
 from proxy import overflow
 from proxy.compaction import CriticalItems
 from proxy.compactor import Compactor, Decision, Wish, read_wish
-from proxy.errors import ClientError, ClientGone, UpstreamError
+from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
 from proxy.metrics import ANY, CHAT, COMPACT, Metrics, RequestRecord, printable, saved_by_layer
 from proxy.pricing import cost_saved
 from proxy.upstream import Answer, Upstream
-from proxy.wire import chat_completions, slices
+from proxy.wire import chat_completions, encodings, slices
 from proxy.wire.sse import Usage, UsageTap
 
 Scope = MutableMapping[str, Any]
@@ -114,17 +115,25 @@ class Proxy:
         """One request, however it ends: answered, refused, broken off or left by its client."""
         with self._metrics.inflight(exchange.endpoint):
             try:
-                self._admit(scope["headers"])
-                await handle(exchange, scope, receive, send)
-            except ClientError as error:
-                await _refuse(exchange, send, error.status, error.message, error.code, error.param, "invalid_request_error")
-            except UpstreamError as error:
-                exchange.upstream_error = error.reason
-                await _refuse(exchange, send, error.status, error.message, error.code, None, "upstream_error")
-            except ClientGone:
-                exchange.gone = True
+                with OURS:
+                    await self._handled(exchange, scope, receive, send, handle)
+                if not exchange.answering and not exchange.gone:
+                    await _refuse(exchange, send, 500, "the proxy failed", "internal_error", None, "proxy_error")
             finally:
-                self._record(exchange)
+                with OURS:
+                    self._record(exchange)
+
+    async def _handled(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send, handle: Handler) -> None:
+        try:
+            self._admit(scope["headers"])
+            await handle(exchange, scope, receive, send)
+        except ClientError as error:
+            await _refuse(exchange, send, error.status, error.message, error.code, error.param, "invalid_request_error")
+        except UpstreamError as error:
+            exchange.upstream_error = error.reason
+            await _refuse(exchange, send, error.status, error.message, error.code, None, "upstream_error")
+        except ClientGone:
+            exchange.gone = True
 
     def _admit(self, headers: Headers) -> None:
         """Raises ClientError (401) unless the client has one of the keys, when there are any."""
@@ -164,12 +173,23 @@ class Proxy:
             raise ClientError("the body is too large", status=413, code="body_too_large")
         wish = replace(wish, mode="force") if wish.mode == "auto" else wish
         decision = exchange.decision = await self._decide(scope, pieces, wish)
-        if decision.request is None and decision.reason == "unreadable":
-            raise ClientError("the body is not a chat-completions request", code="unreadable_body", param="messages")
         decision = exchange.decision = await self._safely(self._compactor.count(decision), decision)
-        body = decision.body if decision.body is not None else b"".join(pieces)
-        exchange.status = 200
-        await _answer(send, 200, b"application/json", _compact_answer(decision, body), _told(decision))
+        try:
+            body = self._as_forwarded(decision, pieces, _header(scope["headers"], b"content-encoding"))
+            answer = _compact_answer(decision, body)
+        except Unreadable:
+            raise ClientError("the body is not a chat-completions request", code="unreadable_body", param="messages") from None
+        exchange.status, exchange.answering = 200, True
+        await _answer(send, 200, b"application/json", answer, _told(decision))
+
+    def _as_forwarded(self, decision: Decision, pieces: Sequence[bytes], coding: str) -> bytes:
+        """The body that the upstream would read, without its codings. Raises Unreadable."""
+        if decision.reason == "unreadable":
+            raise Unreadable("unreadable")
+        if decision.body is not None:
+            return decision.body
+        body = b"".join(pieces)
+        return encodings.decoded(body, coding, self._max_body_bytes) if coding else body
 
     async def _line(self, exchange: Exchange, scope: Scope, pieces: Sequence[bytes], wish: Wish, send: Send) -> None:
         """Decide, forward, recover from an overflow, stream back."""
@@ -214,14 +234,10 @@ class Proxy:
         return asyncio.ensure_future(self._safely(self._compactor.count(decision), decision))
 
     async def _safely(self, work: Awaitable[T], otherwise: T) -> T:
-        """Our own part of a request. Whatever goes wrong in it, the request goes on: the one place where that is so."""
-        try:
+        """Our own part of a request, and what it comes to when it fails."""
+        with OURS:
             return await work
-        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # noqa: BLE001  tiktoken's PanicException is no Exception
-            log.error("compaction failed, the request goes on as it came", error=type(error).__name__, at=_where(error))
-            return otherwise
+        return otherwise
 
     async def _read_body(self, receive: Receive) -> tuple[tuple[bytes, ...], bool]:
         """The body's pieces, and whether there is more of it than we hold. Raises ClientGone, ClientError (408)."""
@@ -256,14 +272,7 @@ class Proxy:
     async def _recover(self, exchange: Exchange, scope: Scope, first: Replay) -> Answer | Replay:
         """The answer to a second, smaller try when the first was refused for its length; else the first, untouched."""
         decision = exchange.decision
-        refused = first.refusal(decision)
-        if refused is None:
-            return first
-        exchange.overflow = "returned"
-        self._compactor.learned.refused(decision.model or "", refused)
-        if refused.kind != "prompt" or decision.outcome in ("bypassed", "shadow") or decision.reason == "disabled":
-            return first
-        harder = await self._safely(self._compactor.harder(decision, refused), None)
+        harder = await self._safely(self._after_refusal(exchange, first), None)
         if harder is None:
             return first
         exchange.overflow, exchange.decision = "retried_failed", harder
@@ -280,6 +289,19 @@ class Proxy:
         first.close()
         return second
 
+    async def _after_refusal(self, exchange: Exchange, first: Replay) -> Decision | None:
+        """Learns from a refusal; what to try next, None when it was none or nothing can be done."""
+        decision = exchange.decision
+        refused = first.refusal(decision)
+        if refused is None:
+            return None
+        exchange.overflow = "returned"
+        if decision.model is not None:
+            self._compactor.learned.refused(decision.model, refused)
+        if refused.kind != "prompt" or decision.outcome in ("bypassed", "shadow") or decision.reason == "disabled":
+            return None
+        return await self._compactor.harder(decision, refused)
+
     async def _stream(self, exchange: Exchange, answer: Answer | Replay, send: Send) -> None:
         """The answer, chunk by chunk as it comes. One that breaks off never gets a clean end."""
         kind, coding = _header(answer.headers, b"content-type"), _header(answer.headers, b"content-encoding")
@@ -294,7 +316,7 @@ class Proxy:
                 if exchange.first_chunk_at is None:
                     exchange.first_chunk_at = time.perf_counter()
                 if tap is not None:
-                    tap.feed(chunk)
+                    tap = _fed(tap, chunk)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 last = chunk
         except UpstreamError as error:
@@ -306,7 +328,8 @@ class Proxy:
         finally:
             exchange.upstream_seconds = time.perf_counter() - (exchange.sent_at or exchange.started)
             if tap is not None:
-                exchange.usage = tap.usage()
+                with OURS:
+                    exchange.usage = tap.usage()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _record(self, exchange: Exchange) -> None:
@@ -319,6 +342,22 @@ class Proxy:
         if decision.is_event and decision.before:
             _tell(decision)
 
+
+class _Ours:
+    """Around our own part of a request. Whatever goes wrong in it, the request goes on: the one place where that is so."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if error is None or isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
+            return False
+        # any other BaseException is meant: tiktoken's PanicException is no Exception
+        log.error("compaction failed, the request goes on as it came", error=type(error).__name__, at=_where(error))
+        return True
+
+
+OURS = _Ours()
 
 Handler = Callable[[Exchange, Scope, Receive, Send], Awaitable[None]]
 
@@ -440,6 +479,14 @@ def _credential(headers: Headers) -> bytes:
     return b"\0".join(value for name, value in headers if name in (b"authorization", b"api-key", b"x-api-key"))
 
 
+def _fed(tap: UsageTap, chunk: bytes) -> UsageTap | None:
+    """The tap after a chunk; none when it broke: no answer ends because we cannot read it."""
+    with OURS:
+        tap.feed(chunk)
+        return tap
+    return None
+
+
 def _has_event(pieces: list[bytes]) -> bool:
     """Whether an event that says something is there in full."""
     *whole, _ = b"".join(pieces).replace(b"\r\n", b"\n").split(b"\n")
@@ -471,8 +518,10 @@ def _told(decision: Decision) -> Headers:
 
 
 def _compact_answer(decision: Decision, body: bytes) -> bytes:
-    """The sidecar's answer: messages as they would be forwarded, and figures."""
-    messages = slices.split_object(body).get("messages", b"[]")
+    """The sidecar's answer: messages as they would be forwarded, and figures. Raises Unreadable."""
+    messages = slices.split_object(body).get("messages", b"")
+    if messages[:1] != b"[":
+        raise Unreadable("no_messages")
     told = {
         "outcome": decision.outcome if decision.outcome != "rejected" else "none",
         "reason": decision.reason,
