@@ -93,13 +93,16 @@ def _fold_all(conversation: Conversation, budget: Budget, live_output: bool) -> 
 
 
 def _drop_history(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
-    """Only what is protected; a summary of ours is not, even where no user message is left beside it."""
-    kept: list[Message] = list(conversation.preamble)
-    last = len(conversation.steps) - 1
-    for number, step in enumerate(conversation.steps):
-        if number in conversation.protected and (number == last or not summary.is_summary(step.head)):
-            kept.extend(step.messages)
-    return conversation.with_messages(kept)
+    """Only what is protected, and something that is said; a summary of ours is not protected, even where no user message is
+    left beside it."""
+    steps, last = conversation.steps, len(conversation.steps) - 1
+    kept = {i for i in conversation.protected if i == last or not summary.is_summary(steps[i].head)}
+    if all(steps[i].head.is_instruction for i in kept):
+        kept.update([i for i, step in enumerate(steps) if not step.head.is_instruction][-1:])
+    messages = list(conversation.preamble)
+    for i in sorted(kept):
+        messages.extend(steps[i].messages)
+    return conversation.with_messages(messages)
 
 
 def _cut_results(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:

@@ -147,3 +147,14 @@ def test_a_giant_reply_in_the_newest_step_is_cut_in_its_middle(talk: Talk, room:
 
     assert room(1).ruler.total(made.messages) <= 200
     assert "characters cut …]" in made.messages[1].text
+
+
+def test_something_that_is_said_stays_beside_a_late_instruction(talk: Talk, room: Room) -> None:
+    conversation = talk(
+        [assistant("One. " + prose(300)), assistant("Two. " + prose(300, 1)), {"role": "system", "content": "Now stop."}]
+    )
+
+    made = compact(conversation, room(90), (Emergency(),))
+
+    assert made.tokens_after <= 90
+    assert [message.role for message in made.conversation.messages][-2:] == ["assistant", "system"]
