@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -23,6 +23,8 @@ SHOWN = 20_000
 MASKED = 400
 """Masked characters of one message that are kept: they show its shape and no more."""
 MASK = "•"
+
+K = TypeVar("K", int, Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def explain(
         budget.target,
         result.reports,
         result.critical,
-        tuple(_rows(before.messages, after.messages, _authors(before, stages), views)),
+        tuple(_rows(before.messages, after.messages, _authors(before.messages, stages), views)),
         not full_text,
     )
 
@@ -170,29 +172,29 @@ def _said(part: object) -> str:
             return ""
 
 
-def _rows(before: Sequence[Message], after: Sequence[Message], authors: dict[int, str], views: _Views) -> Iterator[Row]:
+def _rows(before: Sequence[Message], after: Sequence[Message], authors: _Authors, views: _Views) -> Iterator[Row]:
     """Side by side in order: what was removed stands before what was put in its place."""
     partner = _partners(before, after)
     left, added = 0, list[Row]()
     for place, message in enumerate(after):
         origin = partner.get(place)
         if origin is None:
-            added.append(Row("added", None, views.of(place, message), authors.get(id(message))))
+            added.append(Row("added", None, views.of(place, message), authors.added.get(message)))
             continue
         yield from _removed(before, range(left, origin), authors, views)
         yield from added
         added, left = [], origin + 1
         old = before[origin]
         change: Change = "kept" if old is message or old == message else "edited"
-        layer = authors.get(id(old)) if change == "edited" else None
+        layer = authors.changed.get(origin) if change == "edited" else None
         yield Row(change, views.of(origin, old), views.of(place, message), layer)
     yield from _removed(before, range(left, len(before)), authors, views)
     yield from added
 
 
-def _removed(before: Sequence[Message], places: Iterable[int], authors: dict[int, str], views: _Views) -> Iterator[Row]:
+def _removed(before: Sequence[Message], places: Iterable[int], authors: _Authors, views: _Views) -> Iterator[Row]:
     for place in places:
-        yield Row("removed", views.of(place, before[place]), None, authors.get(id(before[place])))
+        yield Row("removed", views.of(place, before[place]), None, authors.changed.get(place))
 
 
 def _partners(before: Sequence[Message], after: Sequence[Message]) -> dict[int, int]:
@@ -219,18 +221,38 @@ def _partners(before: Sequence[Message], after: Sequence[Message]) -> dict[int, 
     return found
 
 
-def _authors(before: Conversation, stages: Sequence[tuple[str, Conversation]]) -> dict[int, str]:
-    """id of a message → the layer that first took it out (or changed it), or that put it in."""
-    authors: dict[int, str] = {}
-    here = {id(message) for message in before.messages}
-    for layer, conversation in stages:
-        now = {id(message) for message in conversation.messages}
-        for gone in here - now:
-            authors.setdefault(gone, layer)
-        for new in now - here:
-            authors.setdefault(new, layer)
-        here = now
-    return authors
+@dataclass(frozen=True, slots=True)
+class _Authors:
+    """Who did it: for the messages before by their place, for those that were put in by what they say."""
+
+    changed: dict[int, str]
+    added: dict[Message, str]
+
+
+def _authors(before: Sequence[Message], stages: Sequence[tuple[str, Conversation]]) -> _Authors:
+    """The layer after which a message stayed as it ended: one that starts over undoes what milder ones have done."""
+    changed: dict[int, str] = {}
+    added: dict[Message, str] = {}
+    fates = [_fates(before, conversation.messages) for _, conversation in stages]
+    for place in range(len(before)):
+        changed |= _first_as_last([fate.get(place) for fate in fates], stages, place)
+    there = [frozenset(conversation.messages) for _, conversation in stages]
+    for message in there[-1] if there else ():
+        added |= _first_as_last([message in messages for messages in there], stages, message)
+    return _Authors(changed, added)
+
+
+def _fates(before: Sequence[Message], after: Sequence[Message]) -> dict[int, Message]:
+    """What became of each message before, by its place; one that is gone is not there."""
+    return {origin: after[place] for place, origin in _partners(before, after).items()}
+
+
+def _first_as_last(states: Sequence[object], stages: Sequence[tuple[str, Conversation]], key: K) -> dict[K, str]:
+    """The layer of the first stage from which on the state was the last one's."""
+    first = len(states)
+    while first and states[first - 1] == states[-1]:
+        first -= 1
+    return {key: stages[first][0]} if first < len(states) else {}
 
 
 class Explanations:

@@ -369,3 +369,30 @@ def test_with_a_token_who_has_it_may_look_from_anywhere(authorization: str, stat
 
     assert answer.status_code == status
     assert ("www-authenticate" in answer.headers) == (status == 401)
+
+
+def test_a_layer_that_started_over_is_the_author_of_what_it_left() -> None:
+    """The milder layer had shortened the log; the next one began anew, folded the older message and kept the log whole."""
+    folded = Conversation((SYSTEM, TASK, SUMMARY, LOG, LAST))
+    result = CompactionResult(folded, 800, 500)
+
+    rows = explain(
+        "a",
+        at=0,
+        model="m",
+        outcome="applied",
+        reason=None,
+        before=BEFORE,
+        result=result,
+        budget=BUDGET,
+        stages=(("microcompact", EDITED), ("context_collapse", folded)),
+    ).rows
+
+    assert [(row.change, row.layer) for row in rows] == [
+        ("kept", None),
+        ("kept", None),
+        ("removed", "context_collapse"),
+        ("added", "context_collapse"),
+        ("kept", None),
+        ("kept", None),
+    ]
