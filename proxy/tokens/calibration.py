@@ -34,6 +34,12 @@ ENOUGH = 5
 KEPT_SAMPLES = 40
 """Per key: 780 slopes between pairs, half a millisecond."""
 
+SAID_WITHIN = 0.01
+"""An answer this near to the line teaches it nothing: a full line is then drawn anew only once its samples are all new."""
+
+REDRAWN_AFTER = 8
+"""Answers between two drawings of a full line that are not near it: a drawing costs more than everything else of a request."""
+
 KEPT_KEYS = 512
 KEPT_ANCHORS = 4096
 LONGEST_NAME = 200
@@ -124,11 +130,12 @@ def chain(messages: Sequence[Message], around: int = 0) -> list[int]:
 
 @dataclass(slots=True)
 class _Line:
-    """The answers of one key. refused: those that did not fit, since the last one that did."""
+    """The answers of one key. refused: those that did not fit, since the last one that did. since: answers since it was drawn."""
 
     samples: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
     refused: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ENOUGH))
     fitted: Calibration | None = None
+    since: int = 0
 
 
 class Calibrator:
@@ -163,7 +170,8 @@ class Calibrator:
         line = self._lines.setdefault(key, _Line())
         self._lines.move_to_end(key)
         _forget_oldest(self._lines, self._most_keys)
-        if not _believable(_fitted(key, line), estimated, reported):
+        drawn = _fitted(key, line)
+        if not _believable(drawn, estimated, reported):
             line.refused.append((estimated, reported))
             if len(line.refused) < ENOUGH:
                 return False
@@ -173,7 +181,10 @@ class Calibrator:
         else:
             line.samples.append((estimated, reported))
         line.refused.clear()
-        line.fitted = None
+        line.since += 1
+        near = abs(drawn.tokens(estimated) - reported) <= SAID_WITHIN * reported
+        if len(line.samples) < KEPT_SAMPLES or line.since >= (KEPT_SAMPLES if near else REDRAWN_AFTER):
+            line.fitted, line.since = None, 0
         if prefixes:
             self._anchors[key, prefixes[-1]] = (estimated, reported)
             self._anchors.move_to_end((key, prefixes[-1]))
