@@ -51,8 +51,9 @@ class CriticalItems:
 
 @dataclass(frozen=True, slots=True)
 class CompactionResult:
-    """tokens_before − tokens_after == sum of `saved` over the reports. reason: why it could not reach the target (`floor`,
-    `no_gain`, `deadline`, …), None when it did."""
+    """tokens_before − tokens_after == sum of `saved` over the reports. reason: why it could not reach the target, None when it
+    did: `floor` (what cannot be removed is too large), `no_gain` (nothing worth while, the conversation is as it came),
+    `deadline`, `target` (smaller, but not that small)."""
 
     conversation: Conversation
     tokens_before: int
@@ -68,6 +69,6 @@ class CompactionResult:
 
 
 # The rooms below speak the shapes above.
-from proxy.compaction.pipeline import compact  # noqa: E402
+from proxy.compaction.pipeline import compact, compact_in_place  # noqa: E402
 
-__all__ = ["CompactionResult", "CriticalItems", "Layer", "LayerReport", "Stop", "compact"]
+__all__ = ["CompactionResult", "CriticalItems", "Layer", "LayerReport", "Stop", "compact", "compact_in_place"]

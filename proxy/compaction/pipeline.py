@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport, Stop, summary
 from proxy.compaction.autocompact import AutoCompact
@@ -107,6 +108,13 @@ def compact(
     if before <= aim:
         return CompactionResult(conversation, before, before)
     return _Event(conversation, before, budget, aim, rules, repair, hard).run(pipeline, stop)
+
+
+def compact_in_place(messages: list[Message], budget: Budget, pipeline: Sequence[Layer], **options: Any) -> CompactionResult:
+    """`compact` for a caller that keeps its history in a list: the list itself becomes what it was compacted to."""
+    result = compact(Conversation(tuple(messages)), budget, pipeline, **options)
+    messages[:] = result.conversation.messages
+    return result
 
 
 class _Event:

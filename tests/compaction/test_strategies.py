@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from builders import agent_session, assistant, call, prose, tool, user
 
-from proxy.compaction import compact
+from proxy.compaction import compact, compact_in_place
 from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.merging import Auto, MergedTurns, choices, literal_choice, most_calls_in_a_turn
@@ -211,3 +211,66 @@ def test_the_literal_strategy_folds_to_metadata_first(talk: Talk, room: Room) ->
     made = Auto(literal=True).apply(talk(chatter(12, words=150)), room(3_000, target=1_200))
 
     assert '"type": "compressed_history"' in made.messages[1].text
+
+
+# --- what the seeds promise of a whole session ---------------------------------------------------------------------------
+
+
+def working_session(steps: int, words: int, spoken_words: int = 60) -> list[dict[str, object]]:
+    """`steps` calls with results, and the assistant's repeated politeness."""
+    messages: list[dict[str, object]] = [user("Fix the loader. Never touch the migrations.")]
+    for n in range(steps):
+        spoken = f"I will now look at the next part and report back to you. Part {n} looks fine. " + prose(spoken_words, n)
+        messages += [assistant(spoken, call(f"c{n}", "read_file", path=f"app/part_{n}.py")), tool(f"c{n}", prose(words, 500 + n))]
+    return [*messages, assistant("All parts are read."), user("What is left to do?")]
+
+
+def test_a_session_of_fifty_messages_over_the_aggressive_threshold_is_less_than_half_afterwards(talk: Talk, room: Room) -> None:
+    conversation = talk(working_session(24, 6_500))
+    before = room(1).ruler.total(conversation.messages)
+    usable = int(before / 0.93)
+    layers = build("ladder", context_collapse=SEED_COLLAPSE, auto_compact=SEED_AUTO)
+
+    result = compact(conversation, room(usable, target=int(usable * 0.45), trigger=int(usable * 0.8)), layers)
+
+    assert len(conversation.messages) == 51
+    assert before > 150_000
+    assert result.tokens_after <= 80_000
+    assert result.critical.lost == 0
+    assert result.conversation.messages[-1].text == "What is left to do?"
+
+
+def test_thirty_messages_collapse_to_a_summary_and_the_recent_ones_and_save_more_than_sixty_percent(
+    talk: Talk, room: Room
+) -> None:
+    conversation = talk([*working_session(13, 3_000, 2_500)[:-1], assistant("Read."), user("Go on?")])
+    before = room(1).ruler.total(conversation.messages)
+
+    made = ContextCollapse(keep_recent=10).apply(conversation, room(before, target=int(before * 0.375)))
+
+    assert room(1).ruler.total(made.messages) <= before * 0.375
+    assert sum("[Earlier conversation summary: " in message.text for message in made.messages) == 1
+    assert made.messages[-1].text == "Go on?"
+
+
+def test_a_history_in_a_list_is_compacted_in_place(talk: Talk, room: Room) -> None:
+    messages = list(talk(agent_session(20)).messages)
+    same = messages
+
+    result = compact_in_place(messages, room(3_000, target=1_500), build("ladder"))
+
+    assert messages is same
+    assert tuple(messages) == result.conversation.messages
+    assert result.tokens_after <= 1_500
+
+
+def test_a_session_without_end_stays_within_its_window(talk: Talk, room: Room) -> None:
+    messages = list(talk(agent_session(6)).messages)
+    budget = room(5_000, target=2_250)
+
+    for _ in range(12):
+        compact_in_place(messages, budget, build("ladder"))
+        messages += talk(agent_session(5)[2:]).messages
+
+    assert budget.ruler.total(messages) <= 5_000
+    assert any("Never touch the migrations." in message.text for message in messages)
