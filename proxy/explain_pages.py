@@ -239,9 +239,9 @@ def _messages(rows: Iterable[Row]) -> Iterator[str]:
         if change != "kept":
             yield from map(_row, together)
             continue
-        many = "1 message" if len(together) == 1 else f"{len(together)} messages"
+        many = "1 message kept as it came" if len(together) == 1 else f"{len(together)} messages kept as they came"
         sides = "".join(_side(row.after) for row in together if row.after is not None)
-        yield f"<details><summary>{many} kept as they came</summary>{sides}</details>"
+        yield f"<details><summary>{many}</summary>{sides}</details>"
 
 
 def _row(row: Row) -> str:
