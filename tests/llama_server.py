@@ -27,12 +27,13 @@ def llama_server(n_ctx: int) -> Iterator[str]:
     command = [sys.executable, __file__, str(n_ctx)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
+    # its further output is of no interest, but a full pipe would stop it
+    drain = threading.Thread(target=process.stdout.read, daemon=True)
     try:
         url = next((line.split()[1] for line in process.stdout if line.startswith("ready ")), None)
         if url is None:
             raise RuntimeError(f"the llama.cpp server ended with {process.wait(10)} before it was ready")
-        # its further output is of no interest, but a full pipe would stop it
-        threading.Thread(target=process.stdout.read, daemon=True).start()
+        drain.start()
         yield url + "/v1"
     finally:
         process.terminate()
@@ -41,6 +42,9 @@ def llama_server(n_ctx: int) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if drain.is_alive():
+            drain.join(5)
+        process.stdout.close()
 
 
 def main() -> None:
