@@ -13,7 +13,7 @@ from proxy.compaction import digest, entities, forecast, json_text, ledger, rese
 from proxy.compaction.digest import Picks, Source
 from proxy.compaction.ledger import Ledger
 from proxy.compaction.outputs import with_text
-from proxy.compaction.plan import History, Mode, Plan, call_text, planned
+from proxy.compaction.plan import History, Mode, Plan, planned, told
 from proxy.compaction.reserve import Quote
 from proxy.compaction.summary import Earlier, is_summary
 from proxy.conversation import Conversation, Message, Step
@@ -91,9 +91,7 @@ def _inline(history: History, i: int, step: Step) -> Iterator[_Candidate]:
 def _folded(history: History, i: int, step: Step) -> Iterator[Source]:
     head, rate, output = step.head, history.rate(step.head), history.is_output(i)
     who = (head.name or "output") if output else head.role
-    yield Source(step.start, f"{step.start} {who}", head.text, rate, output=output)
-    for call in head.calls:
-        yield Source(step.start, f"{step.start} {call.name}", call_text(call), rate)
+    yield Source(step.start, f"{step.start} {who}", told(head), rate, output=output)
     for position, result in enumerate(step.results, 1):
         name = head.calls[position - 1].name if position <= len(head.calls) else "result"
         index = step.start + position
@@ -135,9 +133,7 @@ class _Fold:
             kept.extend((plan.edited.get(i, history.steps[i].head), *history.steps[i].results))
         kept.extend(history.steps[i].head for i in sorted(plan.partial) if not history.is_output(i))
         for message in kept:
-            self.picks.show_all(message.text)
-            for call in message.calls:
-                self.picks.show_all(call_text(call))
+            self.picks.show_all(told(message))
 
     def _quote(self, room: float) -> float:
         """The quotes of each group; what is left of the room."""
@@ -276,7 +272,9 @@ def _merged(earlier: Sequence[Earlier]) -> Ledger:
 def _kept_text(source: Source, chosen: set[int]) -> str:
     """An output that stays in place, by its chosen lines; JSON stays JSON, in about as many characters."""
     text = digest.in_place(source.text, chosen)
-    if text is source.text or json_text.parse(source.text) is None:
+    if len(text) >= len(source.text):
+        return source.text
+    if json_text.parse(source.text) is None:
         return text
     return shorten.shorten(source.text, max(shorten.SMALLEST, len(text)))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from proxy.compaction import entities
 from proxy.compaction.entities import Scan
 
-BARE = 0.45
+BARE = 0.6
 """What a name is worth in a line without words of context; the rest can be earned by a better line."""
 CONTEXT_WORDS = 2
 """Words beside a name that make it understood."""
@@ -46,17 +46,19 @@ class Picks:
         self.sources = sources
         self.scans: list[Scan] = [entities.scan(source.text) for source in sources]
         self.chosen: list[set[int]] = [set() for _ in sources]
+        self._costs = [
+            [len(line) * source.rate + (1 + GAP_TOKENS if source.inline else 1) for line in scan.lines]
+            for source, scan in zip(sources, self.scans, strict=True)
+        ]
+        self._openings = [0 if source.inline else HEADER_TOKENS for source in sources]
         self.covered: dict[str, float] = {}
         self.spent = 0.0
         self._order: list[tuple[int, int, float]] = []
 
     def cost(self, source: int, line: int) -> float:
         """Estimated tokens of one more line."""
-        it = self.sources[source]
-        cost = len(self.scans[source].lines[line]) * it.rate + 1.0
-        if it.inline:
-            return cost + GAP_TOKENS
-        return cost if self.chosen[source] else cost + HEADER_TOKENS
+        cost = self._costs[source][line]
+        return cost if self.chosen[source] else cost + self._openings[source]
 
     def take(self, source: int, line: int) -> None:
         cost = self.cost(source, line)

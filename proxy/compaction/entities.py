@@ -249,9 +249,9 @@ def _kind(name: str) -> Kind:
         return "number"
     if _FAILURE_NAME.search(name):
         return "error"
-    if _UUID.match(name) or (_HEX.match(name) and any(c.isdigit() for c in name)):
+    if _UUID.match(name) or (_HEX.match(name) and _DIGITS.search(name)):
         return "hash"
-    if any(c.isdigit() for c in name) and _UPPER_ID.match(name):
+    if _DIGITS.search(name) and _UPPER_ID.match(name):
         return "id"
     if "." in name and _EXTENSION.search(name) and not name.endswith((".get", ".append", ".join", ".format", ".map", ".push")):
         return "file"

@@ -14,8 +14,8 @@ from typing import Literal
 
 from proxy.compaction import entities
 
-Speaker = Literal["words", "call", "asked", "output"]
-"""The assistant's words and its calls; a person; a tool or the world."""
+Speaker = Literal["assistant", "asked", "output"]
+"""The assistant in its words and calls; a person; a tool or the world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def uses(mentions: Sequence[Mention]) -> dict[str, Use]:
     found: dict[str, Use] = {}
     for mention in mentions:
         scan = entities.scan(mention.text)
-        count, turn, mine = len(scan.distinct), mention.turn, mention.speaker in ("words", "call")
+        count, turn, mine = len(scan.distinct), mention.turn, mention.speaker == "assistant"
         for name in scan.distinct:
             use = found.get(name)
             if use is None:
@@ -82,8 +82,8 @@ FEATURES = (
     "bias", "messages", "mine", "never_mine", "age", "span", "siblings", "heat", "slow", "unused_fresh", "words", "times", *KINDS,
 )  # fmt: skip
 WEIGHTS = (
-    -2.578, -0.347, 0.520, -0.474, -0.123, 0.178, -0.343, 1.803, 0.389, 0.998, -0.110, 0.189,
-    0.399, 0.198, 0.264, 0.982, -0.579, -0.507, -0.274, -0.312,
+    -2.494, -0.334, 0.552, -0.442, -0.114, 0.170, -0.361, 1.817, 0.452, 1.013, -0.124, 0.184,
+    0.409, 0.199, 0.261, 0.985, -0.600, -0.543, -0.267, -0.316,
 )  # fmt: skip
 _KIND_WEIGHTS = dict(zip(KINDS, WEIGHTS[-len(KINDS) :], strict=True))
 

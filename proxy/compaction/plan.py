@@ -24,7 +24,7 @@ TASK_SHARE = 0.30
 """Of what the preamble leaves: what the first task may take verbatim."""
 TAIL_SHARE = 0.30
 """Of what is left then: the newest steps that stay in place."""
-RECENT_SHARE = 0.40
+RECENT_SHARE = 0.35
 """Of the same: what the messages that are to stay may take."""
 NEWEST_SHARE = 0.70
 """The newest step stays byte-identical up to this share of what is left."""
@@ -102,15 +102,12 @@ class History:
         for earlier in self.earlier:
             for _, text in earlier.excerpts:
                 yield forecast.Mention(text, 0, "output")
-        speakers: dict[Voice, forecast.Speaker] = {"assistant": "words", "request": "asked"}
+        speakers: dict[Voice, forecast.Speaker] = {"assistant": "assistant", "request": "asked"}
         for i, step in enumerate(self.steps):
             if i in self.summaries:
                 continue
             turn += self.voices[i] == "assistant"
-            if step.head.text:
-                yield forecast.Mention(step.head.text, turn, speakers.get(self.voices[i], "output"))
-            for call in step.head.calls:
-                yield forecast.Mention(call_text(call), turn, "call")
+            yield forecast.Mention(told(step.head), turn, speakers.get(self.voices[i], "output"))
             for result in step.results:
                 yield forecast.Mention(result.text, turn, "output")
 
@@ -119,6 +116,13 @@ def is_task(text: str) -> bool:
     """True for a message with something to do in it."""
     words = text.split(maxsplit=SHORTEST_TASK)
     return not text.lstrip().startswith("/") and (len(words) >= SHORTEST_TASK or (not text.isascii() and len(text.strip()) > 7))
+
+
+def told(message: Message) -> str:
+    """What a message says and calls, as lines: each call begins with its tool's name."""
+    if not message.calls:
+        return message.text
+    return "\n".join(filter(None, (message.text, *(f"{call.name} {call_text(call)}" for call in message.calls))))
 
 
 def call_text(call: ToolCall) -> str:

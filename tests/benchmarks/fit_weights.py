@@ -17,7 +17,7 @@ from typing import Any
 import recorded
 
 from proxy.compaction import entities, forecast
-from proxy.compaction.plan import History, call_text
+from proxy.compaction.plan import History, told
 from proxy.conversation import Message
 
 try:
@@ -33,8 +33,7 @@ Row = tuple[str, Any, Any, Any]
 
 
 def names(message: Message) -> set[str]:
-    texts = (message.text, *(call_text(call) for call in message.calls))
-    return {name for text in texts for name in entities.scan(text).distinct}
+    return set(entities.scan(told(message)).distinct)
 
 
 def needed(cut: recorded.Cut) -> set[str]:

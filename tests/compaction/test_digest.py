@@ -93,10 +93,10 @@ def test_names_in_use_are_worth_more_than_names_in_a_listing() -> None:
     listing = "\n".join(f"lib/module_{n}.py" for n in range(200))
     mentions = [
         Mention("list the files", 0, "asked"),
-        Mention("path: lib", 1, "call"),
+        Mention("list path: lib", 1, "assistant"),
         Mention(listing, 1, "output"),
-        Mention("Now I edit lib/module_7.py", 2, "words"),
-        Mention("path: lib/module_7.py", 2, "call"),
+        Mention("Now I edit lib/module_7.py", 2, "assistant"),
+        Mention("edit path: lib/module_7.py", 2, "assistant"),
         Mention("edited", 2, "output"),
     ]
 
@@ -107,7 +107,7 @@ def test_names_in_use_are_worth_more_than_names_in_a_listing() -> None:
 
 
 def test_every_feature_has_its_weight() -> None:
-    use = forecast.uses([Mention("read_rows", 1, "words")])["read_rows"]
+    use = forecast.uses([Mention("read_rows", 1, "assistant")])["read_rows"]
 
     x = forecast.features("read_rows", use, 3)
 
