@@ -6,7 +6,7 @@ its media and reasoning, its words. Instructions and the user's last words are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from proxy.compaction import summary
@@ -19,6 +19,8 @@ from proxy.conversation import Conversation, Message, Opaque, Text, ToolCall
 from proxy.tokens import Ruler
 from proxy.windows import Budget
 
+Stage = Callable[[Conversation, Budget, bool], Conversation]
+"""One way of making it smaller; the flag says that the newest message is output (an observation)."""
 _MEDIA = frozenset({"image", "audio", "file"})
 
 
@@ -35,14 +37,24 @@ class Emergency:
 
     def rescue(self, conversation: Conversation, budget: Budget, newest_is_output: bool) -> Conversation:
         """What `apply` does. newest_is_output: of the conversation as it came; with the history folded nobody can tell."""
-        best, smallest = conversation, budget.ruler.total(conversation.messages)
-        for stage in _STAGES:
-            if smallest <= budget.usable:
-                return best
-            shorter = stage(best, budget, newest_is_output)
-            if shorter is not best and (size := budget.ruler.total(shorter.messages)) < smallest:
-                best, smallest = shorter, size
-        return best
+        # Folding is gentle, but where there is hardly any room the summary itself may be too much: then without one.
+        gentle = _through(_STAGES, conversation, budget, newest_is_output)
+        if budget.ruler.total(gentle.messages) <= budget.usable:
+            return gentle
+        bare = _through((_drop_history, *_LIVE), conversation, budget, newest_is_output)
+        return min(gentle, bare, key=lambda made: budget.ruler.total(made.messages))
+
+
+def _through(stages: Sequence[Stage], conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
+    """The conversation after the first stages that make it fit."""
+    best, smallest = conversation, budget.ruler.total(conversation.messages)
+    for stage in stages:
+        if smallest <= budget.usable:
+            break
+        shorter = stage(best, budget, live_output)
+        if shorter is not best and (size := budget.ruler.total(shorter.messages)) < smallest:
+            best, smallest = shorter, size
+    return best
 
 
 def floor(conversation: Conversation, budget: Budget) -> int:
@@ -180,6 +192,5 @@ def _each(conversation: Conversation, change: Callable[[int, Message], Message])
     return conversation.with_messages(messages)
 
 
-Stage = Callable[[Conversation, Budget, bool], Conversation]
 _LIVE: tuple[Stage, ...] = (_cut_results, _cut_arguments, _without_reasoning, _without_media, _cut_words)
 _STAGES: tuple[Stage, ...] = (_without_old_media, _fold_some, _fold_all, _cut_results, _drop_history, *_LIVE)

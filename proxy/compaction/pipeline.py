@@ -28,6 +28,7 @@ _SLACK = 0.2  # of the target: above the floor, when the floor comes near the ta
 _HEAVY = 0.5  # of what the rest of the floor leaves of the target: a newest step beyond it leaves no room
 _SPARE = 16  # tokens
 _MENDINGS = 3
+_ROUNDS = 2  # more, where the target was not met: what the next event would still gain is gained in this one
 _GAIN = 0.95  # of what came: where it fits anyway, less is not worth the prompt cache that every change costs
 _NEAR = 1.1  # times the target: not worth losing what a milder layer has kept
 _FULL = 0.95  # of what is usable: from here on the last resort may run
@@ -103,11 +104,30 @@ def compact(
     `floor` (what cannot be removed is too large), `deadline`, `no_gain` (nothing was saved: the conversation is the one that
     came) or `target` (it is smaller, but not that small). Never raises for content.
     """
-    before = budget.ruler.total(conversation.messages)
     aim = budget.target if target is None else target
-    if before <= aim:
-        return CompactionResult(conversation, before, before)
-    return _Event(conversation, before, budget, aim, rules, repair, hard).run(pipeline, stop)
+
+    def once(conversation: Conversation) -> CompactionResult:
+        before = budget.ruler.total(conversation.messages)
+        if before <= aim:
+            return CompactionResult(conversation, before, before)
+        return _Event(conversation, before, budget, aim, rules, repair, hard).run(pipeline, stop)
+
+    result = once(conversation)
+    for _ in range(_ROUNDS):
+        if result.reason not in ("target", "floor") or result.tokens_after >= result.tokens_before:
+            break
+        more = once(result.conversation)
+        if more.tokens_after >= result.tokens_after:
+            break
+        result = _joined(result, more)
+    return result
+
+
+def _joined(first: CompactionResult, more: CompactionResult) -> CompactionResult:
+    """Two rounds of one event."""
+    notable = [report for report in more.reports if report.saved or report.refused]
+    critical = replace(first.critical, lost=first.critical.lost + more.critical.lost)
+    return replace(more, tokens_before=first.tokens_before, reports=(*first.reports, *notable), critical=critical)
 
 
 def compact_in_place(messages: list[Message], budget: Budget, pipeline: Sequence[Layer], **options: Any) -> CompactionResult:
@@ -164,7 +184,12 @@ class _Event:
 
     def _applied(self, layer: Layer, begin: Conversation) -> Conversation:
         if isinstance(layer, Emergency):
-            return layer.rescue(begin, self._budget, newest_is_output(self._came))
+            live = newest_is_output(self._came)
+            made = layer.rescue(begin, self._budget, live)
+            if self._budget.ruler.total(made.messages) <= self._budget.usable:
+                return made
+            # What milder layers have written may itself be in the way: from what came, the floor can be reached.
+            return min(made, layer.rescue(self._came, self._budget, live), key=lambda c: self._budget.ruler.total(c.messages))
         return layer.apply(begin, self._budget)
 
     def _not_worth_it(self, layer: Layer, tokens: int) -> bool:
