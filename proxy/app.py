@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import ipaddress
 import logging
@@ -10,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
@@ -33,6 +35,8 @@ from proxy.server import Draining
 from proxy.upstream import Upstream
 from proxy.windows import Windows, built_in
 
+SHARE_SECONDS = 0.5
+"""Between two times that a worker's figures are put where the others find them."""
 WARM_ENCODING = "o200k_base"
 """Loaded before the first request comes: most models use it."""
 
@@ -79,11 +83,18 @@ def build_compactor(config: Config, windows: Windows, store: CheckpointStore | N
     )
 
 
-def build_app(config: Config) -> Application:
-    """The two apps of a configuration. Raises ConfigError."""
+def build_worker(config: Config, folder: Path) -> tuple[ASGIApp, ASGIApp]:
+    """The two apps in one of several processes. folder: where they share their figures."""
+    configure_logging(config.log)
+    built = build_app(config, folder)
+    return built.proxy, built.admin
+
+
+def build_app(config: Config, folder: Path | None = None) -> Application:
+    """The two apps of a configuration. folder: where several processes share their figures. Raises ConfigError."""
     _check_exposure(config)
     windows = build_windows(config)
-    metrics = Metrics(model_names=[name for name in config.models if not set(name) & set("*?[")])
+    metrics = Metrics(model_names=model_names(config), folder=folder)
     metrics.set_config_loaded(time.time())
     kept = config.store
     store = open_store(
@@ -109,7 +120,11 @@ def build_app(config: Config) -> Application:
         metrics.set_tokenizer_degraded(WARM_ENCODING, tokens.degraded().get(WARM_ENCODING, False))
         if config.compaction.discovery and _is_local(config.upstream.url):
             discoverer.notice([])
+        sharing = None if folder is None else asyncio.ensure_future(_share(metrics))
         yield
+        if sharing is not None:
+            sharing.cancel()
+            metrics.share()
         await discoverer.aclose()
         await api.aclose()
         await root.aclose()
@@ -129,6 +144,17 @@ def build_app(config: Config) -> Application:
         return {"version": __version__, "windows": {"learned": windows.learned(time.monotonic())}, "calibration": calibration}
 
     return Application(outer, admin_app(metrics, ready=ready, extras=extras), metrics, compactor)
+
+
+def model_names(config: Config) -> list[str]:
+    """The configured names that are no globs: each has a label of its own."""
+    return [name for name in config.models if not set(name) & set("*?[")]
+
+
+async def _share(metrics: Metrics) -> None:
+    while True:
+        await asyncio.sleep(SHARE_SECONDS)
+        await asyncio.to_thread(metrics.share)
 
 
 class _WithLifespan:

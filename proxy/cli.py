@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -65,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--port", type=int, help="proxy port (default 8080; 0: any free one)")
     serve.add_argument("--admin-host", help="address of the admin port (default 127.0.0.1)")
     serve.add_argument("--admin-port", type=int, help="port of /metrics, /healthz, /readyz, /stats (default 9464)")
+    serve.add_argument("--workers", type=int, metavar="N", help="processes on the same ports (default 1)")
+    serve.add_argument("--store", metavar="URL", help="checkpoints: memory://, sqlite:///PATH or redis://HOST:PORT/DB")
     serve.add_argument("--shadow", action="store_true", default=None, help="measure what would be saved, forward untouched")
     serve.set_defaults(run=_serve)
 
@@ -154,24 +158,39 @@ def _serve(options: argparse.Namespace) -> int:
 
     flags = {
         "upstream": {"url": options.upstream},
-        "server": {name: getattr(options, name) for name in ("host", "port", "admin_host", "admin_port")},
+        "server": {name: getattr(options, name) for name in ("host", "port", "admin_host", "admin_port", "workers")},
         "compaction": {"shadow": options.shadow},
+        "store": {"url": options.store},
     }
     settings = config.load(flags, file=options.config)
     app.configure_logging(settings.log)
-    built = app.build_app(settings)
     place = settings.server
-    return server.serve(
-        built.proxy,
-        built.admin,
-        host=place.host,
-        port=place.port,
-        admin_host=place.admin_host,
-        admin_port=place.admin_port,
-        drain_timeout=place.drain_timeout,
-        header_timeout=place.header_timeout,
-        on_started=lambda addresses: _banner(settings, _url(addresses.proxy), _url(addresses.admin)),
-    )
+    where: dict[str, Any] = {
+        "host": place.host,
+        "port": place.port,
+        "admin_host": place.admin_host,
+        "admin_port": place.admin_port,
+        "drain_timeout": place.drain_timeout,
+        "header_timeout": place.header_timeout,
+        "on_started": lambda addresses: _banner(settings, _url(addresses.proxy), _url(addresses.admin)),
+    }
+    if place.workers > 1:
+        return _serve_workers(settings, where)
+    built = app.build_app(settings)
+    return server.serve(built.proxy, built.admin, **where)
+
+
+def _serve_workers(settings: Config, where: dict[str, Any]) -> int:
+    from proxy import workers, workers_figures
+    from proxy.metrics import Metrics
+
+    folder = workers_figures.fresh_folder()
+    counted = Metrics(model_names=app.model_names(settings), folder=folder)
+    build = functools.partial(app.build_worker, settings, folder)
+    try:
+        return workers.serve_workers(build, settings.server.workers, on_worker_gone=counted.bury, **where)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _url(address: tuple[str, int]) -> str:
