@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from proxy.compaction.outputs import Output, outputs, with_text
 from proxy.conversation import Conversation, Message, Opaque, Step, Text, ToolCall
+from proxy.tokens import Ruler
 from proxy.windows import Budget
 
 _SHORTEST = 200  # characters: below, a stub would not be shorter
@@ -40,9 +41,9 @@ class Snip:
         messages = list(conversation.messages)
         for output in outputs(conversation):
             if not output.protected:
-                messages[output.index] = _cleaned(output.message)
+                messages[output.index] = _smaller(output.message, _cleaned(output.message), budget.ruler)
         conversation = conversation.with_messages(messages)
-        conversation = _without_repeats(conversation)
+        conversation = _without_repeats(conversation, budget.ruler)
         if self.reasoning:
             conversation = without_old_reasoning(conversation)
         return _without_empty_turns(conversation)
@@ -85,7 +86,12 @@ def _cleaned(message: Message) -> Message:
     return with_text(message, cleaned) if cleaned.strip() and len(cleaned) < len(text) else message
 
 
-def _without_repeats(conversation: Conversation) -> Conversation:
+def _smaller(before: Message, after: Message, ruler: Ruler) -> Message:
+    """The edited message where that saves a token, else the one that came."""
+    return after if after is not before and ruler.message(after) < ruler.message(before) else before
+
+
+def _without_repeats(conversation: Conversation, ruler: Ruler) -> Conversation:
     """Older results that a newer one repeats or replaces become a line that says so."""
     messages = list(conversation.messages)
     same_text: dict[str, Output] = {}
@@ -104,9 +110,8 @@ def _without_repeats(conversation: Conversation) -> Conversation:
         if key is not None:
             same_call.setdefault(key, output)
         if newer is not None and not output.protected:
-            messages[output.index] = with_text(
-                output.message, f"[{reason}; {len(text):,} characters of {_safe(output.tool)} cut here]"
-            )
+            stub = f"[{reason}; {len(text):,} characters of {_safe(output.tool)} cut here]"
+            messages[output.index] = _smaller(output.message, with_text(output.message, stub), ruler)
     return conversation.with_messages(messages)
 
 
