@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from proxy.checkpoints.chain import Chain
+from proxy.checkpoints.chain import Chain, digest
 from proxy.checkpoints.checkpoint import Checkpoint
 from proxy.compaction import CompactionResult, Stop
 from proxy.conversation import Conversation, Message, Step, ToolResult
@@ -123,6 +123,8 @@ def resume(conversation: Conversation, checkpoint: Checkpoint, parse: Parse = re
         return None
     if not _is_paired(replacement) and _is_paired(messages[start:cut]):
         return None
+    if len(messages) - start < checkpoint.seen and not _leaves_live(messages, cut, replacement):
+        return None
     return Conversation((*conversation.preamble, *replacement, *messages[cut:]))
 
 
@@ -133,6 +135,27 @@ def _is_boundary(messages: Sequence[Message], start: int, cut: int) -> bool:
         head -= 1
     later = cut < len(messages) and messages[cut].is_result
     return not later and len(messages[head].calls) <= cut - 1 - head
+
+
+def _leaves_live(messages: Sequence[Message], cut: int, replacement: Sequence[Message]) -> bool:
+    """Whether what is live now is still there: a client may go back to a message that was history when it was replaced.
+
+    Asked of histories that are shorter than the one of the event; in all others it is the event that had to leave it alone.
+    """
+    user = next((at for at in range(len(messages) - 1, -1, -1) if messages[at].role == "user"), len(messages))
+    if user < cut:
+        kept = next((message for message in reversed(replacement) if message.role == "user"), None)
+        if kept is None or digest(kept) != digest(messages[user]):
+            return False
+    if cut < len(messages):
+        return True
+    # the newest step itself was part of the event: it may have been shortened, and it is still the last one
+    old, new = Conversation(tuple(messages)).steps[-1:], Conversation(tuple(replacement)).steps[-1:]
+    return [_shape(step) for step in old] == [_shape(step) for step in new]
+
+
+def _shape(step: Step) -> tuple[str, list[str | None], int]:
+    return step.head.role, [call.id for call in step.head.calls], len(step.results)
 
 
 def freeze(
