@@ -96,7 +96,8 @@ def _dump(value: Value) -> Iterator[str]:
 
 def _quote(text: str) -> str:
     """A JSON string; half surrogates stay the escapes that they came as."""
-    return encode_basestring_ascii(text) if any("\ud800" <= c <= "\udfff" for c in text) else encode_basestring(text)
+    halves = not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text)
+    return encode_basestring_ascii(text) if halves else encode_basestring(text)
 
 
 @dataclass(frozen=True, slots=True)
