@@ -441,10 +441,11 @@ class Windows:
         return (model, real) if real else (model,)
 
     def _limits(self, model: str) -> Limits | None:
-        """The table's row; a deployment may be named after anything, so the real name is asked first."""
+        """The table's row of the name itself, else of what answers call it: a deployment may be named after anything. Not the
+        other way round: gateways that fall back answer under a different name from one request to the next."""
         table = self._table()
         provider = table.provider(self._upstream) if self._upstream else None
-        return next((row for name in reversed(self._also(model)) if (row := table.find(name, provider))), None)
+        return next((row for name in self._also(model) if (row := table.find(name, provider))), None)
 
     def _live(self, model: str, now: float) -> Learned | None:
         held = self._learned.get(_key(model))

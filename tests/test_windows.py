@@ -230,12 +230,12 @@ def test_the_models_real_name_gives_a_deployment_its_window() -> None:
     assert (found.tokens, found.source, found.reserve) == (1_047_576, "built in", 77)
 
 
-def test_a_deployment_named_after_another_model_gets_the_real_ones_window() -> None:
+def test_a_known_name_keeps_its_window_whatever_an_answer_calls_itself() -> None:
     windows = Windows()
 
     windows.answered_as("gpt-4", "gpt-4o-2024-08-06")
 
-    assert size(windows, "gpt-4") == (128_000, "built in")
+    assert size(windows, "gpt-4") == (8_192, "built in")
 
 
 # ---------------------------------------------------------------- learning
