@@ -83,8 +83,7 @@ def _candidates(history: History, plan: Plan) -> list[_Candidate]:
 
 def _inline(history: History, i: int, step: Step) -> Iterator[_Candidate]:
     outputs = step.messages if history.is_output(i) else step.results
-    for message in outputs:
-        index = step.stop - len(outputs) + outputs.index(message)
+    for index, message in enumerate(outputs, step.stop - len(outputs)):
         yield _Candidate(Source(index, "", message.text, history.rate(message), inline=True, output=True), message)
 
 

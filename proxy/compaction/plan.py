@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from proxy.compaction import forecast, ledger, shorten, signals, summary
@@ -50,17 +51,17 @@ class History:
         self.summaries = frozenset(bodies)
         self.earlier: tuple[Earlier, ...] = tuple(summary.read(body) for body in bodies.values())
 
-    @property
+    @cached_property
     def newest(self) -> int:
         return len(self.steps) - 1
 
-    @property
+    @cached_property
     def last_user(self) -> int | None:
         """The last user message that is not a summary of ours."""
         steps = self.steps
         return next((i for i in range(self.newest, -1, -1) if steps[i].head.role == "user" and i not in self.summaries), None)
 
-    @property
+    @cached_property
     def task(self) -> int | None:
         """The first thing that a person asked for: greetings and commands to the client itself (`/model x`) are none."""
         asked = [i for i, voice in enumerate(self.voices) if voice == "request" and i not in self.summaries]

@@ -44,6 +44,8 @@ class _Purse:
 
     def pays(self, text: str, overhead: int = 3) -> bool:
         """True, and paid, when the text fits."""
+        if self.left < overhead + 1:
+            return False
         cost = self.ruler.text(text) + overhead
         if cost > self.left:
             return False

@@ -275,10 +275,17 @@ _CONCLUSION = re.compile(
 )
 
 
+def _ends(sentence: str) -> str:
+    """The sentence, or both ends of a very long one: it is a paste, and patterns need not wander through it."""
+    return (
+        sentence if len(sentence) <= LONGEST_SENTENCE else sentence[: LONGEST_SENTENCE // 2] + sentence[-LONGEST_SENTENCE // 2 :]
+    )
+
+
 def requests(text: str) -> list[str]:
     """The sentences of a user's message that ask for something; the first one when none plainly does."""
     said = sentences(text)
-    asked = [sentence for sentence in said if _REQUEST.search(sentence)]
+    asked = [sentence for sentence in said if _REQUEST.search(_ends(sentence))]
     return asked or list(said[:1])
 
 
@@ -295,10 +302,10 @@ def decisions(text: str) -> list[str]:
 def conclusion(text: str) -> str:
     """The sentence that an assistant's message comes to: the last that states a result, else its last; empty for no words."""
     said = sentences(text)
-    stated = [sentence for sentence in said if _CONCLUSION.search(sentence)]
+    stated = [sentence for sentence in said if _CONCLUSION.search(_ends(sentence))]
     return (stated or said or ("",))[-1]
 
 
 def next_step(text: str) -> str:
     """The last sentence in which an assistant says what it will do; empty when it does not."""
-    return next((sentence for sentence in reversed(sentences(text)) if _NEXT.search(sentence)), "")
+    return next((sentence for sentence in reversed(sentences(text)) if _NEXT.search(_ends(sentence))), "")

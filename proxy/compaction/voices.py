@@ -13,7 +13,7 @@ Voice = Literal["request", "observation", "notice", "assistant", "instruction", 
 """request: a person asks. observation: output of the world, in a user message. notice: what a client's machinery put in."""
 
 _NOTICE_TAG = re.compile(r"\s*<([\w:-]*(?:reminder|command|notification|caveat|stdout|stderr|hook|environment)[\w:-]*)[ >]", re.I)
-_TAGGED = re.compile(r"<([\w:-]+)(?:\s[^>]*)?>.*?</\1>", re.S)
+_TAG = re.compile(r"\s*<([\w:-]+)(?:\s[^<>]*)?>")
 _INTERRUPTED = re.compile(r"\s*\[(?:request|tool use|operation)? ?interrupted\b", re.I)
 _COMMAND = re.compile(
     r"```(?:ba|z|c)?sh|```\s*\n|```python|^\s*(?:action|command|tool|execute)\s*(?:input)?\s*:|<(?:function|execute|tool|invoke|bash|cmd|run)\b|^\s*(?:\$|>>>)\s",
@@ -55,7 +55,14 @@ def is_notice(text: str) -> bool:
         return True
     if _NOTICE_TAG.match(text) is None:
         return False
-    return not _TAGGED.sub("", text).strip()
+    at = 0
+    while (tag := _TAG.match(text, at)) is not None:
+        closing = f"</{tag[1]}>"
+        end = text.find(closing, tag.end())
+        if end < 0:
+            return False
+        at = end + len(closing)
+    return not text[at:].strip()
 
 
 def is_text_agent(steps: Sequence[Step]) -> bool:
