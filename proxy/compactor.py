@@ -30,6 +30,7 @@ from proxy.overflow import Overflow
 from proxy.tokens.chat import ChatRuler
 from proxy.windows import Budget, Window, Windows, budget, requested_model
 from proxy.wire import Request, chat_completions, encodings
+from proxy.wire.prefixes import Prefixes
 from proxy.wire.sse import Usage
 
 T = TypeVar("T")
@@ -177,6 +178,7 @@ class Compactor:
         self._enabled, self._shadow = enabled, shadow
         self._max_body_bytes = max_body_bytes
         self._cache = chat_completions.MessageCache()
+        self._prefixes = Prefixes()
         self._digests = Digests()
         self._refusals = Refusals()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compaction")
@@ -256,7 +258,7 @@ class Compactor:
 
     def _understand(self, body: bytes, path: str, wish: Wish, content_encoding: str, credential: bytes) -> Measured:
         plain = encodings.decoded(body, content_encoding, self._max_body_bytes) if content_encoding else body
-        request = chat_completions.read(plain, self._cache.get)
+        request = chat_completions.read(plain, self._cache.get, self._prefixes)
         model = requested_model(path, request.model)
         window = self.windows.lookup(model, time.monotonic())
         ruler = self.learned.ruler(request, model, window)

@@ -6,9 +6,10 @@ carries the bytes that it was made from, so that the fields we know nothing abou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, Self
 
 INSTRUCTION_ROLES = frozenset({"system", "developer"})
 RESULT_ROLES = frozenset({"tool", "function"})
@@ -102,6 +103,39 @@ class Message:
         if changed == self.parts:
             return self
         return replace(self, parts=changed, raw=None, origin=self.origin if self.raw is None else self.raw)
+
+
+class Messages(tuple[Message, ...]):
+    """The messages of a request, with notes of what was worked out about them.
+
+    base: those of an earlier request that these begin with. Agents send their history again with each turn: what was worked
+    out for the beginning is taken up. The notes of a tuple hold values that follow from its messages alone, by their name.
+    """
+
+    base: Messages | None
+    notes: dict[Hashable, Any]
+
+    def __new__(cls, messages: Iterable[Message] = (), base: Messages | None = None) -> Self:
+        made = super().__new__(cls, messages)
+        made.base, made.notes = base, {}
+        if base is not None:
+            base.base = None  # its own notes say what it took up; a chain of all turns would never be let go
+        return made
+
+    def note(self, name: Hashable) -> Any:
+        """What was noted under this name, None when nothing was."""
+        return self.notes.get(name)
+
+    def keep(self, name: Hashable, value: Any) -> None:
+        """Note it. A few names are usual; a client who thinks up many does not fill the memory."""
+        if len(self.notes) >= 16:
+            self.notes.clear()
+        self.notes[name] = value
+
+    def noted_of_base(self, name: Hashable) -> Any:
+        """What was noted under this name of the messages that these begin with."""
+        base = self.base  # read once: another thread may let go of it
+        return None if base is None else base.notes.get(name)
 
 
 @dataclass(frozen=True, slots=True)

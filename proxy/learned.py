@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from proxy import overflow, tokens
-from proxy.conversation import Message, Opaque
+from proxy.conversation import Message, Messages, Opaque
 from proxy.overflow import Overflow
 from proxy.tokens.calibration import ENOUGH, Calibrator, Key, chain, cold
 from proxy.tokens.chat import ChatRuler
@@ -80,4 +81,18 @@ class Learned:
 
 def has_media(request: Request) -> bool:
     """Whether there is anything whose tokens are not those of its text."""
-    return any(isinstance(part, Opaque) for message in request.conversation.messages for part in message.parts)
+    messages = request.conversation.messages
+    if not isinstance(messages, Messages):
+        return _carries_media(messages)
+    noted: bool | None = messages.note("media")
+    if noted is None:
+        base = messages.base
+        known: bool | None = None if base is None else base.note("media")
+        new = messages if known is None or base is None else messages[len(base) :]
+        noted = bool(known) or _carries_media(new)
+        messages.keep("media", noted)
+    return noted
+
+
+def _carries_media(messages: Iterable[Message]) -> bool:
+    return any(isinstance(part, Opaque) for message in messages for part in message.parts)

@@ -13,7 +13,7 @@ from itertools import combinations
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
-from proxy.conversation import Message
+from proxy.conversation import Message, Messages
 
 Held = TypeVar("Held")
 
@@ -121,10 +121,19 @@ def chain(messages: Sequence[Message], around: int = 0) -> list[int]:
 
     around: tokens of what stands around the messages (`ruler.raw(())`), so that other tools make another conversation.
     """
-    marks, mark = [], around
-    for message in messages:
+    noted: list[int] | None = None
+    known: list[int] | None = None
+    if isinstance(messages, Messages):
+        noted, known = messages.note(("marks", around)), messages.noted_of_base(("marks", around))
+    if noted is not None:
+        return noted
+    marks = list(known or ())
+    mark = marks[-1] if marks else around
+    for message in messages[len(marks) :]:
         mark = hash((mark, message))
         marks.append(mark)
+    if isinstance(messages, Messages):
+        messages.keep(("marks", around), marks)
     return marks
 
 

@@ -6,9 +6,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from proxy.conversation import Message, Opaque, Part, Text, ToolCall, ToolResult
+from proxy.conversation import Message, Messages, Opaque, Part, Text, ToolCall, ToolResult
 from proxy.tokens import images, tools
 from proxy.tokens.calibration import EXACT, Calibration
 from proxy.tokens.families import Family, family
@@ -39,6 +39,14 @@ FieldKey = tuple[str, str, bytes, bytes]
 _STEPS: Remembered[tuple[str, Step]] = Remembered(REMEMBERED_BYTES)
 _FIELDS: Remembered[FieldKey] = Remembered(REMEMBERED_BYTES // 4)
 _THOUGHTS: Remembered[tuple[str, bytes]] = Remembered(REMEMBERED_BYTES // 4)
+
+
+class _Noted(NamedTuple):
+    """What a history's steps cost. closed: all but the last, which may still get results. start: where that one begins."""
+
+    closed: int
+    start: int
+    total: int
 
 
 class ChatRuler:
@@ -82,7 +90,23 @@ class ChatRuler:
     def raw(self, messages: Sequence[Message]) -> int:
         """Our own count of the whole request, before calibration: what calibration learns from."""
         thoughts = sum(tokens for _, tokens in self._thoughts(messages))
-        return self._fixed + sum(map(self._step, steps(messages))) + self._instructed(messages) + thoughts
+        return self._fixed + self._steps(messages) + self._instructed(messages) + thoughts
+
+    def _steps(self, messages: Sequence[Message]) -> int:
+        """What the steps cost; of a history that grew, only what is new is looked up."""
+        if not isinstance(messages, Messages):
+            return sum(map(self._step, steps(messages)))
+        name = ("steps", self._tag)
+        noted: _Noted | None = messages.note(name)
+        if noted is None:
+            before: _Noted | None = messages.noted_of_base(name)
+            closed, start = (before.closed, before.start) if before is not None else (0, 0)
+            last, end = 0, start
+            for step in steps(messages[start:]):
+                closed, last, start, end = closed + last, self._step(step), end, end + len(step)
+            noted = _Noted(closed, start, closed + last)
+            messages.keep(name, noted)
+        return noted.total
 
     def shares(self, messages: Sequence[Message]) -> list[int]:
         """Our own count of each message as it stands in this request; with `raw(())` they add up to `raw`."""
@@ -118,13 +142,23 @@ class ChatRuler:
         return cold
 
     def _cold_sizes(self, messages: Sequence[Message]) -> Iterator[int]:
-        for step in steps(messages):
+        for step in self._new_steps(messages):
             if (self._tag, step) not in _STEPS:
                 yield sum(utf8_size(text) for message in step for text in _texts(message) if not self._words.knows(text))
         for index in self._thinking(messages):
             for part in _reasoning(messages[index]):
                 if (self.rules.encoding, part.raw) not in _THOUGHTS:
                     yield len(part.raw)
+
+    def _new_steps(self, messages: Sequence[Message]) -> Iterator[Step]:
+        """The steps that are not known to have been counted."""
+        if not isinstance(messages, Messages):
+            return steps(messages)
+        name = ("steps", self._tag)
+        if messages.note(name) is not None:
+            return iter(())
+        before: _Noted | None = messages.noted_of_base(name)
+        return steps(messages[before.start :] if before is not None else messages)
 
     def _unknown_fields(self) -> Iterator[FieldKey]:
         """What is still to be read of tools and response_format."""

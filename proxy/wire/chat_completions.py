@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from proxy.conversation import Conversation, Message, Opaque, Part, Text, ToolCall, ToolResult
+from proxy.conversation import Conversation, Message, Messages, Opaque, Part, Text, ToolCall, ToolResult
 from proxy.errors import Unreadable
 from proxy.wire import Request, slices
+from proxy.wire.prefixes import Known, Prefixes
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks", "thinking")
 OPAQUE_FIELDS = ("refusal", "audio")
@@ -59,8 +60,17 @@ def matches(path: str) -> bool:
     return path.endswith("/chat/completions")
 
 
-def read(body: bytes, parse: Callable[[bytes], Message] | None = None) -> Request:
-    """What a body says. `parse` is a MessageCache's `get`. Raises Unreadable, and then the body goes on as it came."""
+def read(body: bytes, parse: Callable[[bytes], Message] | None = None, prefixes: Prefixes | None = None) -> Request:
+    """What a body says. `parse` is a MessageCache's `get`; prefixes: histories that were read before.
+
+    Raises Unreadable, and then the body goes on as it came.
+    """
+    parse = parse or read_message
+    known = prefixes.find(body) if prefixes is not None else None
+    if prefixes is not None and known is not None:
+        request = _read_on(body, known, parse, prefixes)
+        if request is not None:
+            return request
     fields = slices.split_object(body)
     raw_messages = fields.get("messages")
     if raw_messages is None or raw_messages[:1] != b"[":
@@ -68,10 +78,15 @@ def read(body: bytes, parse: Callable[[bytes], Message] | None = None) -> Reques
     items = slices.split_array(raw_messages)
     if len(items) > MAX_MESSAGES:
         raise Unreadable("too_many_messages")
-    parse = parse or read_message
-    messages = tuple(parse(item) for item in items)
+    messages = Messages(parse(item) for item in items)
     before = list(fields).index("messages")
     del fields["messages"]
+    if prefixes is not None and items:
+        _learn(body, raw_messages, messages, prefixes)
+    return _request(fields, before, messages)
+
+
+def _request(fields: dict[str, bytes], before: int, messages: Messages) -> Request:
     return Request(
         model=_string_or_empty(fields.get("model")),
         conversation=Conversation(messages),
@@ -80,6 +95,55 @@ def read(body: bytes, parse: Callable[[bytes], Message] | None = None) -> Reques
         stream=fields.get("stream") == b"true",
         max_output=_output_tokens(fields),
     )
+
+
+def _read_on(body: bytes, known: Known, parse: Callable[[bytes], Message], prefixes: Prefixes) -> Request | None:
+    """What a body says whose beginning is known; None where only the whole of it can tell."""
+    rest = body[len(known.prefix) :].lstrip(_SPACE)
+    if rest[:1] == b",":
+        rest = rest[1:].lstrip(_SPACE)
+        if rest[:1] == b"]":
+            return None
+    elif rest[:1] != b"]":
+        return None
+    if b"\\u0000" in rest:  # the name under which the rest of the messages is read must not be there a second time
+        return None
+    try:
+        fields = slices.split_object(_TAIL + rest)
+        raw_messages = fields.pop("\0")
+        items = slices.split_array(raw_messages)
+    except Unreadable:
+        return None
+    repeated = "messages" in fields or any(name in known.fields for name in fields)
+    if repeated or len(known.messages) + len(items) > MAX_MESSAGES:
+        return None
+    fields = {**known.fields, **fields}
+    if not items:
+        prefixes.used(known)
+        return _request(fields, len(known.fields), known.messages)
+    messages = Messages((*known.messages, *(parse(item) for item in items)), known.messages)
+    cut = len(body) - len(rest) + len(raw_messages[:-1].rstrip(_SPACE)) - 1
+    prefixes.keep(Known(body[:cut], messages, known.fields), instead_of=known)
+    return _request(fields, len(known.fields), messages)
+
+
+def _learn(body: bytes, raw_messages: bytes, messages: Messages, prefixes: Prefixes) -> None:
+    """Remember the history of a body that was read whole."""
+    if 2 * len(raw_messages) <= len(body):
+        return  # it could stand there twice
+    start = body.rfind(raw_messages[-256:]) + min(256, len(raw_messages)) - len(raw_messages)
+    if start < 0 or not body.startswith(raw_messages, start):
+        return
+    try:
+        fields = slices.split_object(body[:start] + b"[]}")  # as they stand before the messages, whatever comes after
+    except Unreadable:
+        return
+    if fields.popitem() == ("messages", b"[]"):  # it stands last unless it stood there before
+        prefixes.keep(Known(body[: start + len(raw_messages[:-1].rstrip(_SPACE))], messages, fields))
+
+
+_SPACE = b" \t\n\r"
+_TAIL = b'{"\\u0000":['
 
 
 def write(request: Request, conversation: Conversation) -> bytes:
