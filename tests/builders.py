@@ -37,12 +37,12 @@ def tool(call_id: str, text: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
-def agent_session(steps: int, words: int = 300, *, system: str = "You are a careful engineer.") -> list[dict[str, Any]]:
+def agent_session(
+    steps: int, words: int = 300, *, system: str = "You are a careful engineer.", module: str = "loader"
+) -> list[dict[str, Any]]:
     """A coding agent at work: a task, then calls with long results, one of them an error, and a request at the end."""
-    messages = [
-        {"role": "system", "content": system},
-        user("Fix the failing import in app/loader.py. Never touch the migrations."),
-    ]
+    task = f"Fix the failing import in app/{module}.py. Never touch the migrations."
+    messages = [{"role": "system", "content": system}, user(task)]
     for n in range(steps):
         messages.append(assistant(f"Looking at part {n}.", call(f"call_{n}", "read_file", path=f"app/part_{n}.py")))
         text = prose(words, n)
