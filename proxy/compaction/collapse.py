@@ -23,6 +23,8 @@ __all__ = ["ContextCollapse", "is_summary", "repair"]
 
 FRAME_TOKENS = 60
 """About what a summary's own words cost: opening, headings, seal."""
+SLACK = 0.02
+"""Of the target: what may be left over."""
 LEAD_SHARE = 0.15
 """Of the room: the ledger in another style than `detailed`, which comes first in the summary."""
 
@@ -114,15 +116,25 @@ class _Fold:
     def result(self) -> Conversation:
         self._show_kept()
         room = self._quote(self.plan.room - FRAME_TOKENS * len(self.plan.groups))
-        if self.layer.style == "detailed" or self.plan.partial:
-            needs = forecast.needs(tuple(self.history.mentions()))
-            digest.choose(self.picks, needs, room)
-            digest.fill(self.picks, room)
-        while True:
+        lines = self.layer.style == "detailed" or self.plan.partial
+        choice = digest.Choice(self.picks, forecast.needs(tuple(self.history.mentions())) if lines else {})
+        self._pick(choice, room)
+        made = self._assembled()
+        excess = self.history.ruler.total(made.messages) - self.target
+        if -excess > SLACK * self.target:
+            # The estimates lean high: what they left over is given out once more.
+            self._pick(choice, self.picks.spent - excess)
             made = self._assembled()
             excess = self.history.ruler.total(made.messages) - self.target
-            if excess <= 0 or not (self.picks.drop(excess) or self._drop_quotes()):
-                return made
+        while excess > 0 and (self.picks.drop(excess) or self._drop_quotes()):
+            made = self._assembled()
+            excess = self.history.ruler.total(made.messages) - self.target
+        return made
+
+    def _pick(self, choice: digest.Choice, room: float) -> None:
+        choice.take(room)
+        if self.layer.style == "detailed":
+            digest.fill(self.picks, room)
 
     def _show_kept(self) -> None:
         """What is said in place anyway needs no line."""

@@ -120,36 +120,57 @@ def own_words(name: str) -> int:
     return context_words(name) or 1
 
 
-def choose(picks: Picks, needs: Mapping[str, float], room: float) -> None:
-    """Take lines by worth per token until `room` tokens are spent. needs: what each name is worth.
+class Choice:
+    """The greedy choice of lines, which can go on when there turns out to be more room. needs: what each name is worth.
 
     Lazy: a line's worth only ever falls as others are taken, so that the best stale estimate is looked at first. The one
     exception, the first line of a step (which pays for the header), puts its siblings forward again.
     """
-    bounds = _bounds(picks, needs)
-    heap = [
-        (-bound / picks.cost(source, line), source, line) for source, found in enumerate(bounds) for line, bound in found.items()
-    ]
-    heapq.heapify(heap)
-    push, pop = heapq.heappush, heapq.heappop
-    while heap and picks.spent < room:
-        _, source, line = pop(heap)
-        if line in picks.chosen[source]:
-            continue
-        gain = picks.gain(source, line, needs)
-        if gain <= SMALLEST_GAIN:
-            continue
-        if heap and -gain > heap[0][0] + 1e-12:
-            push(heap, (-gain, source, line))
-            continue
-        if picks.spent + picks.cost(source, line) > room:
-            continue
+
+    def __init__(self, picks: Picks, needs: Mapping[str, float]) -> None:
+        self._picks, self._needs = picks, needs
+        self._bounds = _bounds(picks, needs)
+        self._heap = [
+            (-bound / picks.cost(source, line), source, line)
+            for source, found in enumerate(self._bounds)
+            for line, bound in found.items()
+        ]
+        heapq.heapify(self._heap)
+        self._too_long: list[tuple[float, int, int]] = []
+
+    def take(self, room: float) -> None:
+        """Take lines by worth per token until `room` tokens are spent in all."""
+        picks, heap = self._picks, self._heap
+        for entry in self._too_long:
+            heapq.heappush(heap, entry)
+        self._too_long.clear()
+        while heap and picks.spent < room:
+            _, source, line = heapq.heappop(heap)
+            if line in picks.chosen[source]:
+                continue
+            gain = picks.gain(source, line, self._needs)
+            if gain <= SMALLEST_GAIN:
+                continue
+            if heap and -gain > heap[0][0] + 1e-12:
+                heapq.heappush(heap, (-gain, source, line))
+            elif picks.spent + picks.cost(source, line) > room:
+                self._too_long.append((-gain, source, line))
+            else:
+                self._add(source, line)
+
+    def _add(self, source: int, line: int) -> None:
+        picks = self._picks
         opens = not picks.sources[source].inline and not picks.chosen[source]
         picks.take(source, line)
         if opens:
-            for other, bound in bounds[source].items():
+            for other, bound in self._bounds[source].items():
                 if other not in picks.chosen[source]:
-                    push(heap, (-bound / picks.cost(source, other), source, other))
+                    heapq.heappush(self._heap, (-bound / picks.cost(source, other), source, other))
+
+
+def choose(picks: Picks, needs: Mapping[str, float], room: float) -> None:
+    """Take lines by worth per token until `room` tokens are spent."""
+    Choice(picks, needs).take(room)
 
 
 def _bounds(picks: Picks, needs: Mapping[str, float]) -> list[dict[int, float]]:
