@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --requir
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test demo lint format lock clean
+.PHONY: help install run test demo bench lint format lock windows dashboard picture clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,6 +41,9 @@ test: $(VENV)/.dev  ## run the tests; ARGS passes flags to pytest
 demo: $(VENV)/.demo  ## a real llama.cpp server, a conversation that is too long for it, and the proxy between
 	@$(BIN)/python tests/demo.py
 
+bench: $(VENV)/.dev  ## speed beside the proxies that are installed, short form; ARGS passes flags
+	@$(BIN)/python tests/benchmarks/throughput.py --seconds 2 --rounds 3 $(ARGS)
+
 lint: $(VENV)/.dev  ## format check, lint, types, import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -58,6 +61,15 @@ lock: $(VENV)/.dev  ## renew the locked requirements (needs uv)
 	  pyproject.toml --extra redis --extra encrypt --group dev -c $(LOCKS)/run.txt -o $(LOCKS)/dev.txt
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \
 	  --no-deps $(LOCKS)/demo.in -o $(LOCKS)/demo.txt
+
+windows: $(VENV)/.dev  ## renew the table of context windows and prices from its public sources
+	@$(BIN)/python deploy/snapshot_windows.py
+
+dashboard: $(VENV)/.dev  ## write the dashboard's JSON from its code
+	@$(BIN)/python grafana/overview.py
+
+picture: $(VENV)/.dev  ## draw the dashboard over a replayed load (needs Prometheus, npm and Chromium)
+	@$(BIN)/python grafana/picture.py $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
