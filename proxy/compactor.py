@@ -286,7 +286,9 @@ class Compactor:
         if aim is None or steady is None:
             return measured.decided("none", "unknown_window")
         if mode != "force" and _plainly_fits(measured.request, size, min(aim.trigger, steady.trigger)):
-            return measured.decided("none", "fits")
+            messages = measured.request.conversation.messages
+            known = measured.ruler.cold_bytes(messages, 0) == 0  # then a count costs less than to ask for it later
+            return measured.decided("none", "fits", measured.ruler.total(messages) if known else None)
         started = time.perf_counter()
         before = await self._total(measured.ruler, measured.request.conversation)
         counted = time.perf_counter()

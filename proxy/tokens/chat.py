@@ -28,6 +28,9 @@ MOST_WRITTEN = 4
 NAME = 64
 """The longest name that the API takes."""
 
+MOST_SETTLED, MOST_SETTLED_BYTES = 64, 128 * 1024
+"""Combinations of fields whose worth is kept at hand, and their size: 8 MB at the most."""
+
 FIELDS_AT_ONCE = 16_384
 """Bytes of tools and response_format that are read without a second thought: a millisecond."""
 
@@ -296,7 +299,9 @@ class ChatRuler:
 
     @cached_property
     def _fixed(self) -> int:
-        return self.rules.priming + self.tools + self._forced() + self._format
+        fixed = self.rules.priming + self.tools + self._forced() + self._format
+        _settle(self, fixed)
+        return fixed
 
     def _forced(self) -> int:
         choice = _json(self.fields.get("tool_choice", b"")) or _json(self.fields.get("function_call", b""))
@@ -405,7 +410,34 @@ def ruler(
     encoding: from the configuration, instead of the one that the name tells. calibration: what was learned about this
     upstream and model; None takes our own count as it is.
     """
-    return ChatRuler(family(model, encoding), fields, calibration or EXACT)
+    rules = family(model, encoding)
+    made = ChatRuler(rules, fields, calibration or EXACT)
+    settled = _SETTLED.get((rules, *map(fields.get, SETTLING)))
+    if settled is not None:
+        made.__dict__.update(settled)
+    return made
+
+
+SETTLING = ("tools", "functions", "tool_choice", "function_call", "response_format")
+"""The fields that settle what stands around the messages."""
+
+_SETTLED: dict[tuple[object, ...], dict[str, object]] = {}
+"""What follows from the rules and these fields alone, for the combinations seen last: a ruler is made several times a request."""
+
+
+def _settle(ruler: ChatRuler, fixed: int) -> None:
+    values = [ruler.fields.get(name) for name in SETTLING]
+    if sum(len(value) for value in values if value) > MOST_SETTLED_BYTES:
+        return
+    if len(_SETTLED) >= MOST_SETTLED:
+        _SETTLED.clear()
+    found = ruler.__dict__
+    settled: dict[str, object] = {
+        name: found[name]
+        for name in ("_tools_key", "_answered_key", "_offered", "tools", "_format", "_answered")
+        if name in found
+    }
+    _SETTLED[ruler.rules, *values] = {**settled, "_tag": ruler._tag, "_fixed": fixed}
 
 
 def _tools_tokens(words: Vocabulary, offered: bytes, legacy: bytes, gpt5: bool) -> int:
