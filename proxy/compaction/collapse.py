@@ -154,7 +154,8 @@ class _Fold:
         for number, group in enumerate(self.plan.groups):
             steps = [history.steps[i] for i in group if i not in history.summaries]
             carried = _merged(history.earlier) if number == 0 else ledger.EMPTY
-            book = ledger.extract(steps, carried)
+            weight = sum(history.cost(i) for i in group if i not in history.summaries)
+            book = ledger.extract(steps, replace(carried, folded_tokens=carried.folded_tokens + weight))
             last = number == len(self.plan.groups) - 1
             lead = ""
             if self.layer.style != "detailed":
@@ -234,10 +235,16 @@ class _Fold:
                 excerpts[candidate.group].append((candidate.source.label, digest.excerpt(scan, chosen)))
         written = [
             summary.write(
-                book.folded_messages, quotes, quoted, lead=lead, role=self.layer.role, key=self.layer.key
+                book.folded_messages,
+                quotes,
+                quoted,
+                tokens=book.folded_tokens,
+                lead=lead,
+                role=self.layer.role,
+                key=self.layer.key,
             )
             for book, quotes, quoted, lead in zip(self.books, self.quotes, excerpts, self.leads, strict=True)
-        ]  # fmt: skip
+        ]
         return self.history.conversation.with_messages(self._ordered(changed, written))
 
     def _ordered(self, changed: dict[int, Message], written: Sequence[Message]) -> list[Message]:
@@ -276,6 +283,7 @@ def _merged(earlier: Sequence[Earlier]) -> Ledger:
             active_task=more.active_task or merged.active_task,
             next_step=more.next_step or merged.next_step,
             folded_messages=merged.folded_messages + more.folded_messages,
+            folded_tokens=merged.folded_tokens + more.folded_tokens,
         )
     return merged
 

@@ -52,6 +52,8 @@ class Picks:
         ]
         self._openings = [0 if source.inline else HEADER_TOKENS for source in sources]
         self.covered: dict[str, float] = {}
+        self._words: list[dict[int, int]] = [{} for _ in sources]
+        self._own: dict[str, int] = {}
         self.spent = 0.0
         self._order: list[tuple[int, int, float]] = []
 
@@ -94,14 +96,17 @@ class Picks:
     def gain(self, source: int, line: int, needs: Mapping[str, float]) -> float:
         """What one more line would add per token."""
         scan = self.scans[source]
-        covered, words, worth = self.covered, -1, 0.0
+        covered, own, worth = self.covered, self._own, 0.0
+        words = self._words[source].get(line, -1)
         for name in scan.names[line]:
             had = covered.get(name, 0.0)
             if had >= 1.0 or not (need := needs.get(name)):
                 continue
             if words < 0:
-                words = context_words(scan.lines[line])
-            level = 1.0 if words - own_words(name) >= CONTEXT_WORDS else BARE
+                words = self._words[source][line] = context_words(scan.lines[line])
+            if name not in own:
+                own[name] = own_words(name)
+            level = 1.0 if words - own[name] >= CONTEXT_WORDS else BARE
             if level > had:
                 worth += need * (level - had)
         return worth / self.cost(source, line)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from proxy.compaction import graphemes
+from proxy.compaction.memo import Memo
 
 Kind = Literal["path", "file", "name", "error", "id", "hash", "number", "quoted", "url", "word"]
 
@@ -46,35 +47,13 @@ class Scan:
     distinct: tuple[str, ...]
 
 
-REMEMBERED_CHARACTERS = 8_000_000
-"""Text whose scans are kept, twice over: about ten long conversations."""
-
-
-class _Scans:
-    """Scans by text, in two generations: when the young one is full it becomes the old one, and the old one is let go."""
-
-    def __init__(self) -> None:
-        self._young: dict[str, Scan] = {}
-        self._old: dict[str, Scan] = {}
-        self._characters = 0
-
-    def get(self, text: str) -> Scan:
-        known = self._young.get(text)
-        if known is None:
-            known = self._old.get(text) or _scan(text)
-            self._characters += len(text)
-            if self._characters > REMEMBERED_CHARACTERS:
-                self._old, self._young, self._characters = self._young, {}, len(text)
-            self._young[text] = known
-        return known
-
-
-_scans = _Scans()
+REMEMBERED_CHARACTERS = 3_000_000
+"""Text whose scans are kept: about four conversations of 200k tokens."""
 
 
 def scan(text: str) -> Scan:
     """The lines of `text` and their names; remembered by the text itself."""
-    return _scans.get(text)
+    return _scans(text)
 
 
 def _scan(text: str) -> Scan:
@@ -101,6 +80,9 @@ def _scan(text: str) -> Scan:
         _add_quoted(joined, names)
     distinct = dict.fromkeys(name for found in names for name in found)
     return Scan(tuple(lines), tuple(names), tuple(whole), tuple(distinct))
+
+
+_scans = Memo(_scan, REMEMBERED_CHARACTERS)
 
 
 def _add_quoted(joined: str, names: list[tuple[str, ...]]) -> None:

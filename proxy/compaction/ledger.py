@@ -10,10 +10,10 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal
 
 from proxy.compaction import entities, graphemes, signals
+from proxy.compaction.memo import Memo
 from proxy.compaction.voices import Voice, voices
 from proxy.conversation import Step, ToolCall
 from proxy.tokens import Ruler
@@ -293,16 +293,18 @@ def names_of(text: str) -> tuple[str, ...]:
 
 def arguments_of(call: ToolCall) -> dict[str, object]:
     """The call's arguments as an object, not to be changed; empty when they are not one."""
-    return _decoded(call.arguments)
+    return _known_arguments(call.arguments)
 
 
-@lru_cache(maxsize=2048)
 def _decoded(arguments: str) -> dict[str, object]:
     try:
         decoded = json.loads(arguments)
     except (ValueError, RecursionError):
         return {}
     return decoded if isinstance(decoded, dict) else {}
+
+
+_known_arguments = Memo(_decoded, 1_000_000)
 
 
 def call_line(call: ToolCall, longest: int) -> str:

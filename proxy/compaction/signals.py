@@ -9,6 +9,11 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
+from proxy.compaction.memo import Memo
+
+REMEMBERED_CHARACTERS = 3_000_000
+"""Text whose error lines are kept (a quarter of it for sentences): about four conversations of 200k tokens."""
+
 LONGEST_ERROR_LINE = 400
 """Characters: longer lines are data (minified code, JSON) that happens to hold the word."""
 
@@ -136,9 +141,12 @@ def _reports_failure(line: str) -> bool:
     return _PROSE.search(line) is None
 
 
-@lru_cache(maxsize=2048)
 def error_lines(text: str) -> tuple[str, ...]:
     """The error lines of a tool's output, in order, stripped at the right."""
+    return _known_error_lines(text)
+
+
+def _error_lines(text: str) -> tuple[str, ...]:
     lowered = text.lower()
     suspects = _lines_with(lowered, _STEMS)
     if not suspects:
@@ -151,6 +159,9 @@ def error_lines(text: str) -> tuple[str, ...]:
         for number in suspects
         if len(lines[number]) <= LONGEST_ERROR_LINE and _reports_failure(lines[number])
     )
+
+
+_known_error_lines = Memo(_error_lines, REMEMBERED_CHARACTERS)
 
 
 def _lines_with(text: str, stems: Sequence[str]) -> list[int]:
@@ -182,10 +193,9 @@ LONGEST_SENTENCE = 600
 
 def sentences(text: str) -> tuple[str, ...]:
     """Sentences of prose in order; fenced code is left out, list and heading marks are taken off."""
-    return _sentences(text)
+    return _known_sentences(text)
 
 
-@lru_cache(maxsize=512)
 def _sentences(text: str) -> tuple[str, ...]:
     if "```" in text:
         text = _FENCE.sub("\n", text)
@@ -196,6 +206,9 @@ def _sentences(text: str) -> tuple[str, ...]:
             continue
         found.extend(piece.strip(_LINE_DRESS) for piece in _SENTENCE_END.split(bare))
     return tuple(sentence for sentence in found if len(sentence) > 1)
+
+
+_known_sentences = Memo(_sentences, REMEMBERED_CHARACTERS // 4)
 
 
 _REQUEST = re.compile(
