@@ -37,8 +37,9 @@ KEPT_SAMPLES = 40
 SAID_WITHIN = 0.01
 """An answer this near to the line teaches it nothing: a full line is then drawn anew only once its samples are all new."""
 
-REDRAWN_AFTER = 8
-"""Answers between two drawings of a full line that are not near it: a drawing costs more than everything else of a request."""
+REDRAWN_AFTER = 20
+"""Answers between two drawings of a full line where they are not near it: half of the samples. A drawing costs more than all
+else that a small request does."""
 
 KEPT_KEYS = 512
 KEPT_ANCHORS = 4096

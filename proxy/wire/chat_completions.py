@@ -129,8 +129,8 @@ def _read_on(body: bytes, known: Known, parse: Callable[[bytes], Message], prefi
 
 def _learn(body: bytes, raw_messages: bytes, messages: Messages, prefixes: Prefixes) -> None:
     """Remember the history of a body that was read whole."""
-    if 2 * len(raw_messages) <= len(body):
-        return  # it could stand there twice
+    if len(body) < prefixes.shortest or 2 * len(raw_messages) <= len(body):
+        return  # not worth it; or it could stand there twice
     start = body.rfind(raw_messages[-256:]) + min(256, len(raw_messages)) - len(raw_messages)
     if start < 0 or not body.startswith(raw_messages, start):
         return

@@ -34,6 +34,7 @@ class Prefixes:
 
     def __init__(self, max_bytes: int = 32 * 1024 * 1024, landmarks: tuple[int, ...] = LANDMARKS) -> None:
         self._limit, self._landmarks = max_bytes, landmarks
+        self.shortest = min(landmarks) + LANDMARK
         self._size = 0
         self._known: OrderedDict[Known, bytes] = OrderedDict()
         self._places: dict[bytes, list[Known]] = {}
