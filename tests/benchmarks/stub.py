@@ -19,9 +19,9 @@ ANSWER = (
 ANSWER += (
     b'"content":"'
     + b"word " * 150
-    + b'"},"finish_reason":"stop"}],"usage":{"prompt_tokens":7,"completion_tokens":150,"total_tokens":157}}'
+    + b'"},"finish_reason":"stop"}],"usage":{"prompt_tokens":%d,"completion_tokens":150,"total_tokens":157}}'
 )
-WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER)
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"id":"c","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"word"}}],"t":%.6f}\n\n'
 
@@ -68,7 +68,9 @@ class Stub(asyncio.Protocol):
         if found:
             self.task = asyncio.ensure_future(self.stream(int(found[1]), float(found[2])))
         else:
-            self.transport.write(WHOLE)
+            length = re.search(rb"(?i)content-length: *(\d+)", head[:2000])
+            answer = ANSWER % (int(length[1]) // 5 if length else 0)  # about what the benchmark's text has
+            self.transport.write(WHOLE % len(answer) + answer)
 
     async def stream(self, count: int, pause: float) -> None:
         loop, write = asyncio.get_running_loop(), self.transport.write
