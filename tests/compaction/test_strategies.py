@@ -231,7 +231,7 @@ def test_a_session_of_fifty_messages_over_the_aggressive_threshold_is_less_than_
     usable = int(before / 0.93)
     layers = build("ladder", context_collapse=SEED_COLLAPSE, auto_compact=SEED_AUTO)
 
-    result = compact(conversation, room(usable, target=int(usable * 0.45), trigger=int(usable * 0.8)), layers)
+    result = compact(conversation, room(usable, target=80_000, trigger=int(usable * 0.8)), layers)
 
     assert len(conversation.messages) == 51
     assert before > 150_000
