@@ -1,0 +1,165 @@
+"""Answers on their way to the client: held back as far as they may be refusals, what we say beside them, and our own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from proxy import overflow
+from proxy.arrivals import Headers, Send, header
+from proxy.compactor import Decision
+from proxy.errors import Unreadable, UpstreamError
+from proxy.exchange import OURS, Exchange, saved
+from proxy.upstream import Answer
+from proxy.wire import slices
+from proxy.wire.sse import UsageTap
+
+REFUSALS = frozenset({400, 413, 422, 429, 500})
+"""Statuses under which upstreams say that a prompt is too long."""
+REFUSAL_BYTES = 64 * 1024
+"""An error body up to this size is read whole to learn what it says; a longer one is passed on unread."""
+FIRST_EVENT_SECONDS = 0.5
+"""How long a stream's head waits for its first event when the prompt may be too long: a refusal comes at once."""
+SUSPECT_TOKENS, SUSPECT_SHARE = 1_024, 0.5
+"""From this size, or fill of the usable window, a prompt may be too long for the upstream whatever we think."""
+
+
+class Replay:
+    """An answer whose body was read as far as it says whether the prompt was too long; it can still be passed on."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.status, self.headers = answer.status, answer.headers
+        self._pieces: list[bytes] = []
+        self._pending: asyncio.Future[bytes] | None = None
+        self._ended = False
+        self._next = 0
+
+    @classmethod
+    async def whole(cls, answer: Answer) -> Replay:
+        """Read to its end, or as far as an error's body may go. Raises UpstreamError."""
+        replay, size = cls(answer), 0
+        while not replay._ended and size <= REFUSAL_BYTES:
+            size += replay._take(await answer.next())
+        return replay
+
+    @classmethod
+    async def begun(cls, answer: Answer) -> Replay:
+        """A stream read as far as its first event, if that comes soon; the client's first byte is not made to wait longer."""
+        replay, size = cls(answer), 0
+        while not replay._ended and size <= REFUSAL_BYTES and not _has_event(replay._pieces):
+            replay._pending = asyncio.ensure_future(answer.next())
+            await asyncio.wait({replay._pending}, timeout=FIRST_EVENT_SECONDS)
+            if not replay._pending.done() or replay._pending.exception() is not None:
+                break
+            size += replay._take(replay._pending.result())
+            replay._pending = None
+        return replay
+
+    def refusal(self, decision: Decision) -> overflow.Overflow | None:
+        """What the answer says of the prompt's length; None when it says nothing of it."""
+        body = b"".join(self._pieces)
+        if self.status >= 300:
+            return overflow.classify(self.status, body) if self._ended else None
+        if not self._ended:
+            return overflow.classify_event(body)
+        window = decision.window.tokens if decision.window is not None else None
+        return overflow.classify_event(body) or overflow.ended_empty(body, forwarded=decision.forwarded or 0, window=window)
+
+    async def next(self) -> bytes:
+        if self._next < len(self._pieces):
+            self._next += 1
+            return self._pieces[self._next - 1]
+        if self._ended:
+            return b""
+        pending, self._pending = self._pending, None
+        return await (self._answer.next() if pending is None else pending)
+
+    def close(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+        self._answer.close()
+
+    def _take(self, piece: bytes) -> int:
+        if piece:
+            self._pieces.append(piece)
+        else:
+            self._ended = True
+        return len(piece)
+
+
+def fed(tap: UsageTap, chunk: bytes) -> UsageTap | None:
+    """The tap after a chunk; none when it broke: no answer ends because we cannot read it."""
+    with OURS:
+        tap.feed(chunk)
+        return tap
+    return None
+
+
+def _has_event(pieces: list[bytes]) -> bool:
+    """Whether an event that says something is there in full."""
+    *whole, _ = b"".join(pieces).replace(b"\r\n", b"\n").split(b"\n")
+    return any(line.startswith(b"data:") and line[5:].strip() not in (b"", b"[DONE]") for line in whole)
+
+
+def may_be_too_long(decision: Decision, answer: Answer) -> bool:
+    """Whether a stream that began well may still turn out to be a refusal of the prompt's length."""
+    if decision.forwarded is None or answer.status != 200 or "event-stream" not in header(answer.headers, b"content-type"):
+        return False
+    return decision.forwarded >= (SUSPECT_TOKENS if decision.budget is None else decision.budget.usable * SUSPECT_SHARE)
+
+
+def told(decision: Decision) -> Headers:
+    """The response headers that say what was done."""
+    fields = [(b"x-compaction", decision.outcome.encode() if decision.outcome != "rejected" else b"none")]
+    if decision.before is not None:
+        after = decision.before if decision.after is None else decision.after
+        fields += [(b"x-compaction-tokens-before", b"%d" % decision.before), (b"x-compaction-tokens-after", b"%d" % after)]
+    if decision.layers:
+        fields.append((b"x-compaction-layers", ",".join(decision.layers).encode()))
+    if decision.reason is not None and decision.reason != "fits":
+        fields.append((b"x-compaction-reason", decision.reason.encode()))
+    return fields
+
+
+def compact_answer(decision: Decision, body: bytes) -> bytes:
+    """The sidecar's answer: messages as they would be forwarded, and figures. Raises Unreadable."""
+    messages = slices.split_object(body).get("messages", b"")
+    if messages[:1] != b"[":
+        raise Unreadable("no_messages")
+    figures = {
+        "outcome": decision.outcome if decision.outcome != "rejected" else "none",
+        "reason": decision.reason,
+        "tokens_before": decision.before,
+        "tokens_after": decision.after,
+        "window": decision.budget.window if decision.budget else None,
+        "usable": decision.budget.usable if decision.budget else None,
+        "layers": [{"layer": layer, "saved": tokens} for layer, tokens in saved(decision)],
+    }
+    return slices.join_object([("messages", messages), ("compaction", msgspec.json.encode(figures))])
+
+
+async def reply(send: Send, status: int, content_type: bytes, body: bytes, headers: Headers) -> None:
+    own = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": own + headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def refuse(exchange: Exchange, send: Send, status: int, message: str, code: str, param: str | None, kind: str) -> None:
+    """An answer of our own, unless one has begun. Never holds anything that the client did not send as a control header."""
+    if exchange.answering:
+        return
+    exchange.status, exchange.answering = status, True
+    body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    headers = [(b"x-compaction-error", b"1")]
+    if status in (400, 408, 413):
+        headers.append((b"connection", b"close"))
+    await reply(send, status, b"application/json", body, headers)
+
+
+def error_event(error: UpstreamError, last: bytes) -> bytes:
+    """The event that tells a client that its stream broke off, begun on a line of its own."""
+    error_body = {"error": {"message": error.message, "type": "upstream_error", "param": None, "code": error.code}}
+    gap = b"" if last.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")) else b"\n\n"
+    return gap + b"data: " + msgspec.json.encode(error_body) + b"\n\n"

@@ -1,0 +1,137 @@
+"""What one request has come to: its facts while it is served, and the record, the log line and the headers made of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import structlog
+
+from proxy.compaction import CriticalItems
+from proxy.compactor import Decision
+from proxy.metrics import printable
+from proxy.pricing import cost_saved
+from proxy.records import RequestRecord, saved_by_layer
+from proxy.wire.sse import Usage
+
+LEFT = 499
+"""The status under which a request counts whose client left before it had one."""
+
+log = structlog.get_logger("proxy")
+
+
+class Exchange:
+    """What one request has come to so far: the facts that its record is made of."""
+
+    __slots__ = (
+        "aborted", "answering", "decision", "endpoint", "first_chunk_at", "gone", "overflow", "sent_at", "started", "status",
+        "upstream_error", "upstream_seconds", "usage",
+    )  # fmt: skip
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.started = time.perf_counter()
+        self.sent_at: float | None = None
+        self.first_chunk_at: float | None = None
+        self.upstream_seconds = 0.0
+        self.status = LEFT
+        self.answering = False
+        self.decision = Decision("none", "not_chat")
+        self.usage = Usage()
+        self.overflow: str | None = None
+        self.upstream_error: str | None = None
+        self.gone = False
+        self.aborted = False
+
+
+class _Ours:
+    """Around our own part of a request. Whatever goes wrong in it, the request goes on: the one place where that is so."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if error is None or isinstance(error, (asyncio.CancelledError, KeyboardInterrupt, SystemExit)):
+            return False
+        # any other BaseException is meant: tiktoken's PanicException is no Exception
+        log.error("compaction failed, the request goes on as it came", error=type(error).__name__, at=_where(error))
+        return True
+
+
+OURS = _Ours()
+
+
+def _where(error: BaseException) -> list[str]:
+    """Where it was raised: files and lines, without the values that a traceback's text may hold."""
+    return [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-6:]]
+
+
+def record_of(exchange: Exchange) -> RequestRecord:
+    decision, usage, now = exchange.decision, exchange.usage, time.perf_counter()
+    aim, before, after = decision.budget, decision.before, decision.after
+    own = max(now - exchange.started - exchange.upstream_seconds, 0.0)
+    result = decision.result
+    return RequestRecord(
+        endpoint=exchange.endpoint,
+        model=decision.model,
+        code=exchange.status,
+        stream=bool(decision.request and decision.request.stream),
+        duration=now - exchange.started,
+        first_chunk=None if exchange.first_chunk_at is None else exchange.first_chunk_at - exchange.started,
+        upstream_duration=exchange.upstream_seconds if exchange.sent_at is not None else None,
+        overhead=(*decision.seconds.items(), ("total", own)),
+        received=before,
+        forwarded=decision.forwarded,
+        saved=saved(decision) if decision.outcome in ("applied", "reused") else (),
+        outcome=decision.outcome,
+        shadow_saved=(before or 0) - (after or 0) if decision.outcome == "shadow" else 0,
+        passthrough=decision.reason,
+        ratio=(after or 0) / before if decision.is_event and before else None,
+        prefix_break="event" if decision.is_event and decision.body is not None else None,
+        fill_before=before / aim.usable if before is not None and aim is not None and aim.usable > 0 else None,
+        fill_after=after / aim.usable if after is not None and aim is not None and aim.usable > 0 else None,
+        validation_failures=tuple(report.refused for report in result.reports if report.refused) if result else (),
+        critical=result.critical if result is not None else CriticalItems(),
+        overflow=exchange.overflow,
+        usage_input=usage.prompt,
+        usage_output=usage.completion,
+        usage_cached=usage.cached,
+        count_error=decision.forwarded / usage.prompt if decision.forwarded and usage.prompt else None,
+        upstream_error=exchange.upstream_error or _refusal_class(exchange),
+        client_disconnect=exchange.gone,
+        stream_abort=exchange.aborted,
+        cost_saved=_cost_saved(decision, usage),
+    )
+
+
+def _refusal_class(exchange: Exchange) -> str | None:
+    """The upstream's own error as a reason of the errors' metric."""
+    if exchange.sent_at is None or exchange.status < 400 or exchange.status == LEFT:
+        return None
+    return "http_429" if exchange.status == 429 else "http_5xx" if exchange.status >= 500 else "http_4xx"
+
+
+def _cost_saved(decision: Decision, usage: Usage) -> float | None:
+    if decision.outcome not in ("applied", "reused") or decision.before is None or decision.after is None:
+        return None
+    price = decision.window.price if decision.window is not None else None
+    return cost_saved(price, decision.before - decision.after, usage.prompt, usage.cached)
+
+
+def saved(decision: Decision) -> tuple[tuple[str, int], ...]:
+    return saved_by_layer(decision.result) if decision.result is not None and decision.layers else ()
+
+
+def tell(decision: Decision) -> None:
+    """One line an event, for people."""
+    before, after = decision.before or 0, decision.after or 0
+    share = 100 * (before - after) / before if before else 0.0
+    verb = "Context compacted" if decision.outcome == "applied" else "Context would be compacted"
+    log.info(
+        f"{verb}: {before} → {after} tokens ({share:.1f}% saved), layers {', '.join(decision.layers) or 'none'}",
+        model=printable(decision.model),
+        window=decision.budget.window if decision.budget else None,
+    )
