@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from blockbuster import blockbuster_ctx
 from live.toxic import Toxic
 
 from proxy.app import build_app
@@ -96,7 +97,8 @@ def start() -> Start:
         config = load(settings, environment={})
         built = build_app(config)
         async with running(built.proxy, built.admin, header_timeout=config.server.header_timeout) as addresses:
-            yield Product(addresses.proxy, addresses.admin)
+            with blockbuster_ctx(scanned_modules="proxy"):  # raises where our code would block the loop
+                yield Product(addresses.proxy, addresses.admin)
 
     return starting
 
