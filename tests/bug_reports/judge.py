@@ -33,7 +33,7 @@ def worse(came: bytes, went: bytes, *, turns: bool = False, resumed: bool = Fals
         faults.append("ends with another message")
     if not _live_turn_kept(old, new):
         faults.append("the turn since the last user message lost or gained something other than older whole steps")
-    if _without_messages(came) != _without_messages(went):
+    if _without_messages(came) != _without_messages(went) or list(before) != list(after):
         faults.append("a field other than messages changed, or their order did")
     known = Counter(json.dumps(m, sort_keys=True) for m in old)
     kept = [raw for raw, m in zip(message_slices(went), new, strict=True) if known[json.dumps(m, sort_keys=True)]]

@@ -18,7 +18,7 @@ KINDS = (
     "security.summary", "security.cache", "unicode", "tokenizer.panic", "tokenizer.loop", "prompt.cache", "failopen", "state",
 )  # fmt: skip
 AS_CONFIGURED = 0
-WINDOWS = (AS_CONFIGURED, 60_000, 24_000, 1_500)
+WINDOWS = (AS_CONFIGURED, 24_000, 1_500)
 """Tokens that the client's control header narrows the window to."""
 ONE_WINDOW = 1_000_000
 """Bytes from which one narrow window is enough."""
@@ -107,7 +107,7 @@ def arguments_are_counted(found: Passes) -> None:
 
 
 def newest_result_has_head_and_tail(found: Passes) -> None:
-    for window in (60_000, 24_000):
+    for window in (AS_CONFIGURED, 24_000):
         newest = found[window].messages[-1]
         assert newest["tool_call_id"] == "c11"
         assert newest["content"].rstrip().endswith("l11 l11")
@@ -130,61 +130,61 @@ def whole_characters(found: Passes) -> None:
         json.dumps(one.messages, ensure_ascii=False).encode()
 
 
-AGENT = compacted(60_000, 24_000, 1_500)
-SMALL_WINDOWS = compacted(24_000, 1_500)
+TWICE = compacted(24_000, 1_500)
+
 CHECKS: dict[str, tuple[Callable[[Passes], None], ...]] = {
-    "H046": (AGENT,),
-    "H048": (SMALL_WINDOWS,),
-    "H049": (AGENT,),
-    "H051": (AGENT,),
+    "H046": (TWICE,),
+    "H048": (TWICE,),
+    "H049": (TWICE,),
+    "H051": (TWICE,),
     "H052": (floor, ids_stay),
     "H054": (never,),
     "H055": (never,),
-    "H057": (AGENT,),
+    "H057": (TWICE,),
     "H058": (floor, calls_keep_their_own_results),
     "H062": (compacted(1_500),),
     "H063": (never,),
-    "H065": (SMALL_WINDOWS, images_stay_with_the_user),
-    "H068": (AGENT, says("You are X. RULE-77: never delete.")),
-    "H070": (AGENT, says("From now on answer in French.")),
-    "H071": (AGENT, says("You are X. RULE-77: never delete."), says("From now on answer in French.")),
-    "H073": (SMALL_WINDOWS,),
-    "H075": (AGENT,),
-    "H076": (SMALL_WINDOWS,),
+    "H065": (TWICE, images_stay_with_the_user),
+    "H068": (TWICE, says("You are X. RULE-77: never delete.")),
+    "H070": (TWICE, says("From now on answer in French.")),
+    "H071": (TWICE, says("You are X. RULE-77: never delete."), says("From now on answer in French.")),
+    "H073": (TWICE,),
+    "H075": (TWICE,),
+    "H076": (TWICE,),
     "H078": (never,),
-    "H079": (AGENT, says("Be brief. RULE-9")),
-    "H082": (AGENT, says("continue")),
+    "H079": (TWICE, says("Be brief. RULE-9")),
+    "H082": (TWICE, says("continue")),
     "H086": (never,),
-    "H088": (SMALL_WINDOWS, reasoning_all_or_none),
+    "H088": (TWICE, reasoning_all_or_none),
     "H092": (never, media_are_no_text),
     "H093": (never, media_are_no_text),
     "H095": (compacted(1_500), media_are_no_text),
     "H096": (floor, media_are_no_text),
-    "H098": (SMALL_WINDOWS, arguments_are_counted),
+    "H098": (TWICE, arguments_are_counted),
     "H101": (floor,),
     "H104": (never,),
     "H113": (floor,),
-    "H115": (AGENT,),
+    "H115": (TWICE,),
     "H117": (nothing_invented,),
-    "H120": (AGENT,),
-    "H122": (AGENT,),
-    "H123": (AGENT,),
-    "H125": (AGENT,),
-    "H129": (SMALL_WINDOWS, says("LAST: explain B")),
-    "H130": (AGENT, says("PIN-4711 do it")),
-    "H132": (AGENT, says("please implement authentication KEY-GOAL")),
+    "H120": (TWICE,),
+    "H122": (TWICE,),
+    "H123": (TWICE,),
+    "H125": (TWICE,),
+    "H129": (TWICE, says("LAST: explain B")),
+    "H130": (TWICE, says("PIN-4711 do it")),
+    "H132": (TWICE, says("please implement authentication KEY-GOAL")),
     "H134": (newest_result_has_head_and_tail,),
-    "H137": (SMALL_WINDOWS,),
+    "H137": (TWICE,),
     "H138": (never,),
-    "H140": (SMALL_WINDOWS,),
+    "H140": (TWICE,),
     "H141": (compacted(1_500), whole_characters),
     "H147": (floor,),
     "H149": (floor,),
-    "H208": (AGENT,),
-    "H215": (AGENT,),
-    "H218": (AGENT,),
-    "H224": (AGENT,),
-    "H227": (AGENT,),
+    "H208": (TWICE,),
+    "H215": (TWICE,),
+    "H218": (TWICE,),
+    "H224": (TWICE,),
+    "H227": (TWICE,),
 }
 
 

@@ -250,8 +250,8 @@ def test_H194_H197_names_from_clients_do_not_become_series(lab: Lab) -> None:
         time.sleep(1.1)  # a scrape is shared for a second
         return len(lab.admin("/metrics").splitlines())
 
-    full = burst(range(60))
-    assert burst(range(60, 90)) == full
+    full = burst(range(55))
+    assert burst(range(55, 75)) == full
 
 
 def test_H213_many_requests_over_budget_at_once_are_all_answered(lab: Lab) -> None:
