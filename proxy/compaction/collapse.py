@@ -73,7 +73,8 @@ class _Candidate:
 def _candidates(history: History, plan: Plan) -> list[_Candidate]:
     found: list[_Candidate] = []
     for earlier in history.earlier:
-        found.extend(_Candidate(Source(-1, label, text, 0.3), None) for label, text in earlier.excerpts)
+        for label, text in earlier.excerpts:
+            found.append(_Candidate(Source(-1, label, text, history.ruler.text(text) / max(1, len(text))), None))
     group_of = {i: number for number, group in enumerate(plan.groups) for i in group}
     for i, step in enumerate(history.steps):
         if i in plan.partial:
@@ -92,11 +93,11 @@ def _inline(history: History, i: int, step: Step) -> Iterator[_Candidate]:
 def _folded(history: History, i: int, step: Step) -> Iterator[Source]:
     head, rate, output = step.head, history.rate(step.head), history.is_output(i)
     who = (head.name or "output") if output else head.role
-    yield Source(step.start, f"{step.start} {who}", told(head), rate, output=output)
+    number = step.start + history.folded_before
+    yield Source(step.start, f"{number} {who}", told(head), rate, output=output)
     for position, result in enumerate(step.results, 1):
         name = head.calls[position - 1].name if position <= len(head.calls) else "result"
-        index = step.start + position
-        yield Source(index, f"{index} {name}", result.text, history.rate(result), output=True)
+        yield Source(step.start + position, f"{number + position} {name}", result.text, history.rate(result), output=True)
 
 
 # --- what is said ---------------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ class _Fold:
     def _recent_errors(self, room: float) -> list[str]:
         """Distinct error lines of folded outputs, the most telling first; those of outputs that stay in place are taken there."""
         found: dict[str, None] = {}
-        purse = reserve.ERRORS_SHARE * room
+        purse = reserve.errors_room(room)
         for position, line in self._telling(reserve.ERRORS + reserve.MORE_ERRORS):
             if not self.candidates[position].source.inline:
                 found[line.strip()] = None

@@ -23,17 +23,17 @@ LONGEST_PLAIN = 64
 """The same for names without slashes."""
 
 _WORD = re.compile(r"\n|[\w./\\~@#$%+=&?:<>-]{4,}", re.A)
-_QUOTED = re.compile(r'\n|"[^"\n]{4,80}"|`[^`\n]{4,80}`|“[^”\n]{2,60}”|「[^」\n]{2,60}」|『[^』\n]{2,60}』|《[^》\n]{2,60}》')
+_QUOTED = re.compile(r'\n|"[^"\n]{4,90}"|`[^`\n]{4,90}`|[“「『《][^”」』》\n]{2,64}[”」』》]')
 _BREAKS = re.compile(r"[=<>:?&$#%]+|\\[nrt\"']|\\\\?")
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*", re.A)
 _EXTENSION = re.compile(r"\.[A-Za-z][A-Za-z0-9]{0,7}$")
 _VERSIONLIKE = re.compile(r"v?\d+(?:\.\d+){1,3}(?:[-+]\w+)?$")
-_FAILURE_NAME = re.compile(r"[A-Z]\w*(?:Error|Exception|Warning|Failure|Fault)$")
+_FAILURES = ("Error", "Exception", "Warning", "Failure", "Fault", "Panic", "Interrupt")
 _HEX = re.compile(r"(?:0x)?[0-9a-f]{7,64}$")
-_UPPER_ID = re.compile(r"#?[A-Z0-9][A-Z0-9-]{3,}$")
-_UUID = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$")
+_UPPER_ID = re.compile(r"#?(?:[A-Z]+-?\d|\d+-?[A-Z])[A-Z\d-]*\Z")
+_UUID = re.compile(r"(?:[\da-f]{4}-?){8}\Z", re.I)
 _CAMEL = re.compile(r"[a-z0-9][A-Z]|[A-Z][A-Z][a-z]")
-_NUMBER = re.compile(r"[-+$#]?\d[\d,]*(?:\.\d+)?%?$")
+_NUMBER = re.compile(r"[-+$#]?\d+(?:[.,]\d+)*%?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def _kind(name: str) -> Kind:
         return "path"
     if _NUMBER.match(name) or _VERSIONLIKE.match(name):
         return "number"
-    if _FAILURE_NAME.search(name):
+    if name.endswith(_FAILURES) and name[0].isupper():
         return "error"
     if _UUID.match(name) or (_HEX.match(name) and _DIGITS.search(name)):
         return "hash"

@@ -82,8 +82,8 @@ FEATURES = (
     "bias", "messages", "mine", "never_mine", "age", "span", "siblings", "heat", "slow", "unused_fresh", "words", "times", *KINDS,
 )  # fmt: skip
 WEIGHTS = (
-    -2.494, -0.334, 0.552, -0.442, -0.114, 0.170, -0.361, 1.817, 0.452, 1.013, -0.124, 0.184,
-    0.409, 0.199, 0.261, 0.985, -0.600, -0.543, -0.267, -0.316,
+    -2.585, -0.317, 0.549, -0.428, -0.111, 0.175, -0.356, 1.812, 0.463, 1.003, -0.115, 0.199,
+    0.413, 0.201, 0.211, 1.027, -0.591, -0.537, 0.490, -0.298,
 )  # fmt: skip
 _KIND_WEIGHTS = dict(zip(KINDS, WEIGHTS[-len(KINDS) :], strict=True))
 

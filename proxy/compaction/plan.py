@@ -52,6 +52,11 @@ class History:
         self.earlier: tuple[Earlier, ...] = tuple(summary.read(body) for body in bodies.values())
 
     @cached_property
+    def folded_before(self) -> int:
+        """Messages that earlier summaries stand for: steps are numbered on from there."""
+        return sum(earlier.ledger.folded_messages for earlier in self.earlier)
+
+    @cached_property
     def newest(self) -> int:
         return len(self.steps) - 1
 

@@ -15,8 +15,8 @@ from proxy.tokens import Ruler
 CONCLUSION_SHARE, CONCLUSION_TOKENS = 0.04, 90
 """Of the room, but at least so many tokens: the newest words of the assistant."""
 REQUESTS_SHARE = 0.40
-ERRORS_SHARE, ERRORS = 0.20, 8
-"""The newest error lines, whatever they cost up to the share."""
+ERRORS_SHARE, ERRORS_TOKENS, ERRORS = 0.20, 160, 8
+"""The newest error lines: of the room, but at least so many tokens, and how many lines."""
 MORE_ERRORS_SHARE, MORE_ERRORS = 0.06, 30
 CONSTRAINTS_SHARE = 0.15
 CARRIED_SHARE, LONGEST_CARRIED = 0.15, 200
@@ -123,7 +123,7 @@ def _errors(book: Ledger, recent: Sequence[str], carried: Ledger, room: float, r
     purse = _Purse(ruler, CARRIED_SHARE * room)
     old = [shortened(failure.first, LONGEST_CARRIED) for failure in carried.unresolved if failure.signature in unresolved]
     kept = [line for line in dict.fromkeys(old) if purse.pays(line)]
-    purse = _Purse(ruler, ERRORS_SHARE * room)
+    purse = _Purse(ruler, errors_room(room))
     newest = [line for line in recent[:ERRORS] if line not in kept and purse.pays(line)]
     known = {*kept, *newest}
     purse = _Purse(ruler, MORE_ERRORS_SHARE * room)
@@ -132,6 +132,11 @@ def _errors(book: Ledger, recent: Sequence[str], carried: Ledger, room: float, r
     ]
     more = [line for line in dict.fromkeys([*recent[ERRORS:], *older][:MORE_ERRORS]) if line not in known and purse.pays(line)]
     return [Quote("Errors (unresolved)", line) for line in (*kept, *reversed([*newest, *more]))]
+
+
+def errors_room(room: float) -> float:
+    """Tokens for the newest error lines: a share, but where there is little room they come before most else."""
+    return max(ERRORS_SHARE * room, min(ERRORS_TOKENS, room / 2))
 
 
 def _notes(book: Ledger, carried: Ledger, room: float, ruler: Ruler) -> list[Quote]:
