@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -259,6 +260,8 @@ async def run_apps(
         await pair.open()
     except StartupFailed:
         return 1
+    gc.collect()
+    gc.freeze()  # what start-up has made stays: a full collection over it would stop every stream for some 50 ms
     started()
     await pair.stop.wait()
     await pair.drain(patience.drain)
