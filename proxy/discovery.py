@@ -12,8 +12,9 @@ from proxy.windows import DISCOVERY, Probe, Windows
 
 EVERY = 3_600.0
 """Seconds between two askings that were answered: models change with a restart of the server, or with a release."""
-AGAIN = 60.0
-"""Seconds after one that was not: the next client may have a key that works."""
+AGAIN = 15.0
+"""Seconds after one that told nothing, doubled each time up to EVERY: the next client may have a key that works, or the
+server may have loaded its model by then."""
 TIMEOUT = 10.0
 MAX_BYTES = 8 * 1024 * 1024
 """Of a list of models; the longest known is about 1 MB."""
@@ -27,6 +28,7 @@ class Discoverer:
         self._places = {"api": api, "root": root}
         self._windows = windows
         self._next = 0.0
+        self._pause = AGAIN
         self._task: asyncio.Task[None] | None = None
 
     def notice(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
@@ -50,15 +52,17 @@ class Discoverer:
 
     async def _ask(self, headers: list[tuple[bytes, bytes]]) -> None:
         first = await self._answer(DISCOVERY[0], headers)
-        found = False
-        if first is not None:
-            found = await self._take(DISCOVERY[0], first)
-        for probe in self._windows.further_probes(first):
+        found = first is not None and await self._take(DISCOVERY[0], first)
+        further = self._windows.further_probes(first)
+        for probe in further:
             answer = await self._answer(probe, headers)
             if answer is not None:
                 found = await self._take(probe, answer) or found
-        if first is None and not found:
-            self._next = time.monotonic() + AGAIN
+        if found or (first is not None and not further):
+            self._pause = AGAIN
+        else:
+            self._next = time.monotonic() + self._pause
+            self._pause = min(2 * self._pause, EVERY)
 
     async def _answer(self, probe: Probe, headers: list[tuple[bytes, bytes]]) -> bytes | None:
         path = ("/v1" if probe.below == "api" else "") + probe.path
