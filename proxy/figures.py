@@ -42,8 +42,7 @@ def summary(figures: Figures) -> dict[str, object]:
         "requests": figures.whole("requests_total"),
         "inflight": figures.by("inflight_requests", "endpoint"),
         "tokens": _tokens(figures, None),
-        "cost_saved_usd": figures.money("cost_saved_usd_total"),
-        "summarizer_cost_usd": figures.money("summarizer_cost_usd_total"),
+        **_costs(figures),
         "events": figures.by("events_total", "outcome"),
         "passthrough": figures.by("passthrough_total", "reason"),
         "critical_items": figures.by("critical_items_total", "result"),
@@ -52,6 +51,19 @@ def summary(figures: Figures) -> dict[str, object]:
         "upstream_errors": figures.by("upstream_errors_total", "reason"),
         "layers": figures.by("prompt_tokens_saved_total", "layer"),
         "models": {model: _of_model(figures, model) for model in figures.values("model")},
+    }
+
+
+def _costs(figures: Figures) -> dict[str, object]:
+    """US dollars: what was saved, what that cost, and what is left of it; None where nothing was priced."""
+    gross, broken = figures.money("cost_saved_usd_total"), figures.money("cache_break_cost_usd_total")
+    summaries = figures.money("summarizer_cost_usd_total")
+    net = None if gross is None else round(gross - (broken or 0.0) - (summaries or 0.0), 6)
+    return {
+        "cost_saved_usd": gross,
+        "cache_break_cost_usd": broken,
+        "summarizer_cost_usd": summaries,
+        "cost_saved_net_usd": net,
     }
 
 

@@ -165,6 +165,9 @@ class Metrics:
         self._cost = self._counter(
             "cost_saved_usd_total", "US dollars that the saved tokens would have cost; none when unpriced.", "model"
         )
+        self._cost_broken = self._counter(
+            "cache_break_cost_usd_total", "US dollars that prompts cost more where an event broke their cache.", "model"
+        )
 
     def _make_compaction_metrics(self) -> None:
         self._events = self._counter("events_total", "Requests over their trigger, by what came of it.", "model", "outcome")
@@ -272,6 +275,8 @@ class Metrics:
             self._shadow.add((model,), record.shadow_saved)
         if record.cost_saved is not None:
             self._cost.add((model,), max(record.cost_saved, 0.0))
+        if record.cost_broken is not None:
+            self._cost_broken.add((model,), max(record.cost_broken, 0.0))
         return account
 
     def _record_compaction(self, record: RequestRecord, model: str, timed: str) -> None:

@@ -15,13 +15,13 @@ ENDPOINTS = (CHAT, COMPACT, ANY)
 
 CHECKPOINT = "checkpoint"
 UNATTRIBUTED = "unattributed"
-LAYERS = ("tool_result_budget", "snip", "microcompact", "context_collapse", "auto_compact", "emergency", CHECKPOINT)
-"""Who saves tokens. `checkpoint` is what an earlier event saved and this request resumed."""
+LAYERS = ("tool_result_budget", "snip", "microcompact", "context_collapse", "auto_compact", "emergency", "summary", CHECKPOINT)
+"""Who saves tokens. `summary` is one by a model, `checkpoint` what an earlier event saved and this request resumed."""
 
 OUTCOMES = ("applied", "reused", "rejected", "failed", "shadow")
 PASSTHROUGH_REASONS = (
     *("fits", "bypass_header", "disabled", "floor", "unreadable", "deadline", "no_gain", "breaker", "not_chat"),
-    *("too_large", "unknown_window", "internal_error"),
+    *("too_large", "unknown_window", "internal_error", "postponed"),
 )
 PHASES = ("read", "count", "resume", "compact", "validate", "write", "total")
 RULES = ("structure", "size", "lost_error", "lost_request", "lost_constraint", "lost_conclusion", "not_idempotent")
@@ -42,7 +42,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     outcome: none, applied, reused, rejected, failed, shadow or bypassed. shadow_saved: tokens that shadow mode would have saved.
     passthrough: why the body went on as it came; of no account when it did not. ratio: tokens after / before of one event.
     fill_before, fill_after: share of the usable window. validation_failures: one rule for each failure.
-    usage_*: tokens that the upstream reported. cost_saved: US dollars, None when the price is unknown.
+    usage_*: tokens that the upstream reported. cost_saved: US dollars, None when the price is unknown. cost_broken: those that
+    the upstream's prompt cache would have saved, had an event not broken it.
     """
 
     endpoint: str = CHAT
@@ -74,6 +75,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     client_disconnect: bool = False
     stream_abort: bool = False
     cost_saved: float | None = None
+    cost_broken: float | None = None
     trace_id: str | None = None
 
 

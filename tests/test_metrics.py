@@ -353,6 +353,7 @@ def test_stats_tell_what_the_metrics_say() -> None:
         "context_collapse": 4_500,
         "auto_compact": 0,
         "emergency": 0,
+        "summary": 0,
         "checkpoint": 0,
     }
     assert stats["models"] == {
@@ -468,3 +469,21 @@ def test_the_account_adds_up_in_every_scrape_while_requests_are_recorded() -> No
         serving.join()
 
     assert gaps == {0}
+
+
+def test_costs_are_told_gross_and_net_and_what_was_not_priced_is_not_told() -> None:
+    metrics = Metrics()
+
+    assert metrics.stats()["cost_saved_net_usd"] is None
+
+    metrics.record(replace(APPLIED, cost_saved=0.25, cost_broken=0.05))
+    metrics.observe_summary("gpt-4o", "ok", tokens_in=100, tokens_out=10, cost=0.02)
+
+    stats = metrics.stats()
+    assert [stats[name] for name in ("cost_saved_usd", "cache_break_cost_usd", "summarizer_cost_usd", "cost_saved_net_usd")] == [
+        0.25,
+        0.05,
+        0.02,
+        0.18,
+    ]
+    assert value(metrics, "compaction_cache_break_cost_usd_total", model="gpt-4o") == 0.05

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxy.pricing import cost_of, cost_saved
+from proxy.pricing import Bill, cache_break_cost, cost_of, cost_saved, worth_it
 from proxy.windows import Price
 
 LISTED = Price(2.5, 1.25, 10.0)
@@ -36,3 +36,24 @@ def test_a_call_costs_its_input_its_cached_input_and_its_output() -> None:
     assert cost_of(LISTED, 1_000_000, 100_000) == 3.5
     assert cost_of(LISTED, 1_000_000, 100_000, cached=400_000) == 3.0
     assert cost_of(LISTED, 1_000, 0, cached=9_999) == 0.00125
+
+
+CHEAP_READS = Price(3.0, 0.3, 15.0)
+EVENT = Bill(before=80_000, after=45_000, kept=5_000)
+
+
+def test_an_event_is_worth_it_when_the_turns_to_come_pay_for_the_broken_cache() -> None:
+    # 40,000 tokens anew at 2.70 more: 0.108; each turn 35,000 fewer at 0.30: 0.0105
+    assert not worth_it(CHEAP_READS, EVENT, 10)
+    assert worth_it(CHEAP_READS, EVENT, 11)
+
+
+def test_nothing_is_cached_of_a_first_request_nor_where_cached_tokens_cost_the_same() -> None:
+    assert worth_it(CHEAP_READS, EVENT, 1)
+    assert worth_it(Price(3.0, 3.0, 15.0), EVENT, 2)
+
+
+def test_a_broken_cache_costs_what_it_would_have_saved_where_there_is_one() -> None:
+    assert cache_break_cost(CHEAP_READS, 40_000, usage_cached=0) == 0.108
+    assert cache_break_cost(CHEAP_READS, 40_000, usage_cached=None) == 0.0
+    assert cache_break_cost(None, 40_000, usage_cached=0) is None
