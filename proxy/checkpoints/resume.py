@@ -69,7 +69,8 @@ class Replayed:
     """conversation: what to forward. checkpoint: the one behind it, if any. made: new ones with their keys, oldest first.
 
     live: the event of the waiting request itself, if it had one; resumed: the conversation before that event.
-    complete: False when `stop` said so before the end; then nothing of this should be used.
+    complete: False when `stop` said so before the end, or when an event is due and nobody decides; then nothing of this should
+    be used. due: the key of the first point where one is due, for whoever only looked; None where that point has no key.
     """
 
     conversation: Conversation
@@ -78,6 +79,7 @@ class Replayed:
     made: tuple[tuple[bytes, Checkpoint], ...] = ()
     live: Decision | None = None
     complete: bool = True
+    due: bytes | None = None
 
 
 class Refusals:
@@ -232,7 +234,7 @@ def _only_text(items: Sequence[bytes]) -> bytes | None:
 def replay(
     conversation: Conversation,
     chain: Chain,
-    decide: Decide,
+    decide: Decide | None,
     rule: Rule,
     *,
     found: tuple[int, Checkpoint] | None = None,
@@ -246,7 +248,8 @@ def replay(
     """What to forward for this conversation, and the checkpoints on the way.
 
     found: what the store knew (`get_longest(chain.keys)`); only what came after it is gone through. force: an event for the
-    waiting request whatever its size. Points that are not above the trigger cost one addition each.
+    waiting request whatever its size. decide: None only looks, and stops where an event is due. Points that are not above the
+    trigger cost one addition each.
     """
     start = len(conversation.preamble)
     walk = _Walk(conversation, chain, rule, parse, found)
@@ -262,6 +265,8 @@ def replay(
         walk.tried(point)
         if key is not None and refusals is not None and key in refusals and not (waiting and force):
             continue
+        if decide is None:
+            return Replayed(conversation, conversation, complete=False, due=key)
         history = conversation if waiting else Conversation(conversation.messages[: start + point])
         before = walk.forwarded(history)
         decision = decide(before, walk.checkpoint, waiting)
