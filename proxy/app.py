@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy import __version__, tokens
 from proxy.admin import Readiness, admin_app
-from proxy.checkpoints import CheckpointStore, open_store
+from proxy.checkpoints import CheckpointStore, OpenedStore, open_store
 from proxy.compaction.strategies import Pipeline, build
 from proxy.compaction.validation import rules_for
 from proxy.compactor import Compactor, Marks
@@ -31,7 +31,14 @@ from proxy.discovery import Discoverer
 from proxy.endpoints import Proxy
 from proxy.errors import ConfigError
 from proxy.metrics import Metrics
+from proxy.pricing import cost_of
 from proxy.server import Draining
+from proxy.summarizers import Completer
+from proxy.summarizers.anchored import AnchoredSummarizer
+from proxy.summarizers.background import Background, Terms
+from proxy.summarizers.call import Caller, Settings
+from proxy.summarizers.kimi import KimiSummarizer
+from proxy.summarizers.redaction import origin
 from proxy.upstream import Upstream
 from proxy.windows import Windows, built_in
 
@@ -65,10 +72,18 @@ def build_layers(config: Config) -> Pipeline:
     return build(config.compaction.strategy, layers=config.compaction.layers, **blocks)
 
 
-def build_compactor(config: Config, windows: Windows, store: CheckpointStore | None = None) -> Compactor:
+def build_compactor(
+    config: Config, windows: Windows, store: CheckpointStore | None = None, summaries: Background | None = None
+) -> Compactor:
     """Everything that decides, without the network. Raises ConfigError."""
     compaction = config.compaction
-    marks = Marks(compaction.trigger, compaction.target, compaction.min_gain, compaction.timeout_ms / 1000)
+    marks = Marks(
+        compaction.trigger,
+        compaction.target,
+        compaction.min_gain,
+        compaction.timeout_ms / 1000,
+        thrifty=compaction.prompt_cache == "aware",
+    )
     return Compactor(
         windows,
         build_layers(config),
@@ -80,6 +95,52 @@ def build_compactor(config: Config, windows: Windows, store: CheckpointStore | N
         shadow=compaction.shadow,
         upstream=config.upstream.url,
         max_body_bytes=config.max_body_bytes,
+        summaries=summaries,
+    )
+
+
+def build_summaries(config: Config, windows: Windows, metrics: Metrics, upstream: Completer) -> Background | None:
+    """Summaries by a model, told to the metrics with their price; None when they are off. upstream: who is asked."""
+    given = config.summarizer
+    if given.mode == "off":
+        return None
+
+    def observe(model: str, outcome: str, *, seconds: float, tokens_in: int, tokens_out: int) -> None:
+        window = windows.lookup(model, time.monotonic())
+        spent = cost_of(window.price, tokens_in, tokens_out) if window is not None and tokens_in + tokens_out else None
+        metrics.observe_summary(model, outcome, seconds=seconds, tokens_in=tokens_in, tokens_out=tokens_out, cost=spent)
+
+    def window(model: str) -> int | None:
+        found = windows.lookup(given.model or model, time.monotonic())
+        return None if found is None else found.tokens
+
+    settings = Settings(
+        model=given.model,
+        timeout=given.timeout_s,
+        max_output=given.max_output_tokens,
+        foreign=origin(config.upstream.url) != origin(given.base_url or config.upstream.url),
+    )
+    caller = Caller(upstream, settings, observe=observe)
+    terms = Terms(
+        given.mode, given.prefetch, given.wait_ms / 1000, given.role, given.max_preserved_messages, given.max_output_tokens
+    )
+    return Background(KimiSummarizer(caller) if given.mode == "kimi" else AnchoredSummarizer(caller), terms, window=window)
+
+
+def _summarizer(config: Config, upstream: Upstream) -> Upstream:
+    """The server that writes summaries: the upstream itself unless it has a place or a key of its own."""
+    given = config.summarizer
+    if given.base_url is None and given.api_key is None:
+        return upstream
+    url = given.base_url or config.upstream.url
+    # a private authority is trusted for the upstream that it was given for
+    ours = origin(url) == origin(config.upstream.url)
+    return Upstream(
+        url,
+        connect_timeout=config.upstream.connect_timeout,
+        api_key=given.api_key or (config.upstream.api_key if ours else None),
+        ca_file=config.upstream.ca_file if ours else None,
+        transport=config.upstream.transport,
     )
 
 
@@ -96,12 +157,10 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
     windows = build_windows(config)
     metrics = Metrics(model_names=model_names(config), folder=folder)
     metrics.set_config_loaded(time.time())
-    kept = config.store
-    store = open_store(
-        kept.url, ttl=kept.ttl_s, max_bytes=kept.max_bytes, encrypt_key=kept.encrypt_key, observe=metrics.observe_checkpoint
-    )
-    compactor = build_compactor(config, windows, store)
+    store = _store(config, metrics)
     api, root = _upstream(config, config.upstream.url), _upstream(config, _without_version(config.upstream.url))
+    summarizer = _summarizer(config, api)
+    compactor = build_compactor(config, windows, store, build_summaries(config, windows, metrics, summarizer))
     discoverer = Discoverer(api, root, windows)
     proxy = Proxy(
         api,
@@ -126,15 +185,19 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
             sharing.cancel()
             metrics.share()
         await discoverer.aclose()
-        await api.aclose()
-        await root.aclose()
         await compactor.aclose()
+        for server in dict.fromkeys((api, root, summarizer)):
+            await server.aclose()
 
     outer = _WithLifespan(proxy, Starlette(lifespan=lifespan))
 
     def ready() -> Readiness:
         degraded = sorted(name for name, wrong in tokens.degraded().items() if wrong)
-        details = {"tokenizer": f"degraded: {', '.join(degraded)}" if degraded else "exact", "version": __version__}
+        details = {
+            "tokenizer": f"degraded: {', '.join(degraded)}" if degraded else "exact",
+            "store": "ok" if store.is_healthy else "does not answer: memory only",
+            "version": __version__,
+        }
         return Readiness(not outer.draining.active, ("draining",) if outer.draining.active else (), details)
 
     def extras() -> Mapping[str, object]:
@@ -155,6 +218,18 @@ async def _share(metrics: Metrics) -> None:
     while True:
         await asyncio.sleep(SHARE_SECONDS)
         await asyncio.to_thread(metrics.share)
+
+
+def _store(config: Config, metrics: Metrics) -> OpenedStore:
+    """The configured store, its calls and its size told to the metrics."""
+    given = config.store
+
+    def observe(name: str, operation: str, result: str, seconds: float) -> None:
+        metrics.observe_checkpoint(name, operation, result, seconds)
+        metrics.set_checkpoint_bytes(name, store.size)
+
+    store = open_store(given.url, ttl=given.ttl_s, max_bytes=given.max_bytes, encrypt_key=given.encrypt_key, observe=observe)
+    return store
 
 
 class _WithLifespan:

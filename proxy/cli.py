@@ -201,12 +201,13 @@ def _url(address: tuple[str, int]) -> str:
 def _banner(settings: Config, proxy: str, admin: str) -> None:
     """What to paste where. proxy, admin: the two listeners' URLs."""
     shadow = " (shadow: measured, forwarded untouched)" if settings.compaction.shadow else ""
-    upstream = config.masked(settings)["upstream"]["url"]
+    shown = config.masked(settings)
+    upstream = shown["upstream"]["url"]
     lines = [
         f"compaction-proxy {__version__}{shadow}",
         f"  base_url   {proxy}/v1      <- paste this into your OpenAI client",
         f"  upstream   {upstream}",
-        f"  store      {settings.store.url}",
+        f"  store      {shown['store']['url']}",
         f"  metrics    {admin}/metrics   savings so far: {admin}/stats",
     ]
     print("\n".join(lines), flush=True)

@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from proxy import __version__
 from proxy.checkpoints import CheckpointStore, open_store
 from proxy.checkpoints.chain import Chain, Digests, chain, namespace
 from proxy.checkpoints.checkpoint import Checkpoint
+from proxy.checkpoints.resume import Decide, Refusals, Replayed, decision_points, replay, resume, rule
 from proxy.checkpoints.resume import Decision as Event
-from proxy.checkpoints.resume import Refusals, Replayed, replay, rule
+from proxy.checkpoints.trail import Move, Trail
 from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.pipeline import compact
 from proxy.compaction.validation import OPENAI, Rules
-from proxy.conversation import Conversation
+from proxy.conversation import Conversation, Message
 from proxy.errors import ClientError, Unreadable
 from proxy.learned import Learned, has_media
 from proxy.overflow import Overflow
+from proxy.pricing import Bill, worth_it
+from proxy.summarizers import Headers
+from proxy.summarizers.background import Adoption, Background, Standing
 from proxy.tokens.chat import ChatRuler
 from proxy.windows import Budget, Window, Windows, budget, requested_model
 from proxy.wire import Request, chat_completions, encodings
@@ -56,6 +61,10 @@ REPLAY_SHARE = 0.6
 """Of the deadline: what going through a history again may take; one event from what came is left the rest."""
 LEAST_GAIN = 0.95
 """Of what came: an event that leaves more is not worth a broken prompt cache."""
+PRESSING = 0.9
+"""Of what is usable: from here on no event is put off. The rest is for what the steady measure may be wrong about."""
+WRITERS = 3
+"""Times that a history is gone through again because somebody else had written first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,8 @@ class Decision:
 
     body: the bytes to forward instead of those that came; None: as it came. reason: why nothing was done, or why it failed.
     before, after: prompt tokens by our count; None where they were not counted (yet). layers: who had a part in `after`.
-    seconds: our own time by phase.
+    seconds: our own time by phase. prefix_break: why the upstream's prompt cache is of no use from some message on, where that
+    is known: `event`, `edit`, `new_conversation`. rewritten: tokens which it must read anew because of an event.
     """
 
     outcome: Outcome
@@ -104,6 +114,8 @@ class Decision:
     layers: tuple[str, ...] = ()
     is_event: bool = False
     seconds: Mapping[str, float] = field(default_factory=dict)
+    prefix_break: str | None = None
+    rewritten: int = 0
 
     @property
     def forwarded(self) -> int | None:
@@ -116,7 +128,7 @@ class Measured:
     """A request that was understood.
 
     budget: by what answers have taught, None while the model's window is unknown; steady: by the model's name alone.
-    credential: what the client authenticates with: nothing is shared beyond it.
+    credential: what the client authenticates with: nothing is shared beyond it. headers: it, as it came.
     """
 
     request: Request
@@ -126,6 +138,7 @@ class Measured:
     budget: Budget | None
     steady: Budget | None
     credential: bytes
+    headers: Headers = ()
 
     def decided(self, outcome: Outcome, reason: str | None = None, before: int | None = None) -> Decision:
         """A decision that forwards it as it came."""
@@ -134,16 +147,16 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """When an event happens and how far it goes. trigger, target: fractions of usable, or tokens above 1. timeout: seconds."""
+    """When an event happens and how far it goes. trigger, target: fractions of usable, or tokens above 1. timeout: seconds.
+
+    thrifty: an event that nothing forces waits while it would cost more than it is expected to save.
+    """
 
     trigger: float = 0.80
     target: float = 0.45
     min_gain: int | None = None
     timeout: float = 2.0
-
-
-class _EventDue(Exception):
-    """Raised out of a walk that must not do more than look."""
+    thrifty: bool = True
 
 
 class Compactor:
@@ -166,6 +179,7 @@ class Compactor:
         upstream: str = "",
         max_body_bytes: int = 64 * 1024 * 1024,
         threads: int = 2,
+        summaries: Background | None = None,
     ) -> None:
         self.windows = windows
         self.learned = Learned(windows, upstream)
@@ -181,10 +195,24 @@ class Compactor:
         self._prefixes = Prefixes()
         self._digests = Digests()
         self._refusals = Refusals()
+        self._trail = Trail()
+        self._summaries = summaries
+        self._events: dict[bytes, asyncio.Future[None]] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="compaction")
 
-    async def decide(self, body: bytes, path: str, wish: Wish, content_encoding: str = "", credential: bytes = b"") -> Decision:
-        """What to forward for this body. Never raises for its content; a failure of ours is the caller's to catch."""
+    async def decide(
+        self,
+        body: bytes,
+        path: str,
+        wish: Wish,
+        content_encoding: str = "",
+        credential: bytes = b"",
+        headers: Headers = (),
+    ) -> Decision:
+        """What to forward for this body. Never raises for its content; a failure of ours is the caller's to catch.
+
+        headers: the client's credentials, for a summary by a model; without any none is asked for on its behalf.
+        """
         mode: Mode = "shadow" if self._shadow and wish.mode == "auto" else wish.mode
         if mode == "off":
             return Decision("bypassed", "bypass_header")
@@ -195,6 +223,8 @@ class Compactor:
             measured = await self._read(body, path, wish, content_encoding, credential)
         except Unreadable:
             return Decision("none", "unreadable")
+        if headers:
+            measured = replace(measured, headers=headers)
         read = time.perf_counter()
         decision = await self._judge(measured, len(body), mode)
         return replace(decision, seconds={"read": read - started, **decision.seconds})
@@ -247,7 +277,9 @@ class Compactor:
         self.learned.answered(request, decision.model, decision.window, messages, forwarded, usage)
 
     async def aclose(self) -> None:
-        """Lets go of the store, and lets the worker threads end."""
+        """Ends summaries under way, lets go of the store, and lets the worker threads end."""
+        if self._summaries is not None:
+            await self._summaries.aclose()
         self._pool.shutdown(wait=False, cancel_futures=True)
         await self._store.aclose()
 
@@ -285,45 +317,114 @@ class Compactor:
         aim, steady = measured.budget, measured.steady
         if aim is None or steady is None:
             return measured.decided("none", "unknown_window")
-        if mode != "force" and _plainly_fits(measured.request, size, min(aim.trigger, steady.trigger)):
+        early = steady.trigger
+        if self._summaries is not None and mode == "auto":
+            early = min(early, int(self._summaries.terms.prefetch * steady.usable))
+        if mode != "force" and _plainly_fits(measured.request, size, min(aim.trigger, early)):
             messages = measured.request.conversation.messages
             known = measured.ruler.cold_bytes(messages, 0) == 0  # then a count costs less than to ask for it later
             return measured.decided("none", "fits", measured.ruler.total(messages) if known else None)
         started = time.perf_counter()
         before = await self._total(measured.ruler, measured.request.conversation)
         counted = time.perf_counter()
-        if (
-            mode != "force"
-            and before <= aim.usable
-            and steady.ruler.total(measured.request.conversation.messages) <= steady.trigger
-        ):
+        lasting = steady.ruler.total(measured.request.conversation.messages)
+        if mode != "force" and before <= aim.usable and lasting <= steady.trigger:
             decision = measured.decided("none", "fits", before)
+            if self._summaries is not None and mode == "auto" and self._summaries.is_due(lasting, steady):
+                seed, linked = self._linked(measured, steady)
+                self._prepare(measured, steady, _standing(linked, None, seed), measured.request.conversation)
         else:
             decision = await self._fit(measured, aim, steady, before, mode)
         return replace(decision, seconds={"count": counted - started, "compact": time.perf_counter() - counted})
 
+    def _linked(self, measured: Measured, steady: Budget) -> tuple[bytes, Chain]:
+        """Whose history this is, and its keys."""
+        seed = namespace(self._secret, measured.credential, self._fingerprint, measured.model, str(steady.window))
+        return seed, chain(measured.request.conversation, seed, self._digests)
+
     async def _fit(self, measured: Measured, aim: Budget, steady: Budget, before: int, mode: Mode) -> Decision:
         """Takes up where an earlier event left off, and makes a new one where that is due."""
         conversation = measured.request.conversation
-        seed = namespace(self._secret, measured.credential, self._fingerprint, measured.model, str(steady.window))
-        linked = chain(conversation, seed, self._digests)
+        seed, linked = self._linked(measured, steady)
         found = await self._store.get_longest(linked.keys)
-        walk = _Walk(self, measured, steady, linked, found, mode, self._stop(REPLAY_SHARE))
-        try:
-            replayed: Replayed | None = walk.looking()
-        except _EventDue:
-            replayed = await self._within(walk.working)
+        walk = _Walk(self, measured, steady, linked, found, mode, self._trail.take(linked.keys))
+        looked = walk.looking()
+        walk, replayed = (walk, looked) if looked.complete else await self._event(walk, looked.due, seed)
         if replayed is None or not replayed.complete:
             return await self._squeeze(measured, aim, before, mode)
-        for key, checkpoint in replayed.made:
-            await self._store.put_if_absent(key, checkpoint)
         forwarded = replayed.conversation
         after = before if forwarded is conversation else await self._total(measured.ruler, forwarded)
         decision = self._resumed(measured, before, after, replayed, walk, mode)
-        if after <= aim.usable:
-            return decision
-        squeezed = await self._squeeze(measured, aim, before, mode)
-        return replace(decision, reason=squeezed.reason) if squeezed.after == before and after < before else squeezed
+        if decision.outcome == "reused" and walk.move == "edited":
+            decision = replace(decision, prefix_break="edit")
+        if after > aim.usable:
+            squeezed = await self._squeeze(measured, aim, before, mode)
+            return replace(decision, reason=squeezed.reason) if squeezed.after == before and after < before else squeezed
+        if self._summaries is not None and mode == "auto":
+            lasting = steady.ruler.total(forwarded.messages)
+            if self._summaries.is_due(lasting, steady):
+                self._prepare(measured, steady, walk.standing(seed, replayed.checkpoint), forwarded)
+        return decision
+
+    async def _event(self, walk: _Walk, due: bytes | None, seed: bytes) -> tuple[_Walk, Replayed | None]:
+        """Goes through a history where events are due, and leaves what became of them in the store.
+
+        Parallel requests of one conversation come to the same event: one makes it, the others wait and take it up. Where
+        somebody else wrote first, another process perhaps, what that one wrote is what counts.
+        """
+        if due is not None and due in self._events:
+            await asyncio.wait([self._events[due]], timeout=self._marks.timeout)
+            walk = walk.from_here(await self._store.get_longest(walk.chain.keys))
+            looked = walk.looking()
+            if looked.complete:
+                return walk, looked
+            due = looked.due
+        mine = due is not None and due not in self._events
+        if due is not None and mine:
+            self._events[due] = asyncio.get_running_loop().create_future()
+        try:
+            return await self._written(walk, seed)
+        finally:
+            if due is not None and mine:
+                self._events.pop(due).set_result(None)
+
+    async def _written(self, walk: _Walk, seed: bytes) -> tuple[_Walk, Replayed | None]:
+        """The walk that stands in the end, after whoever wrote first."""
+        replayed: Replayed | None = None
+        for _ in range(WRITERS):
+            if self._summaries is not None:
+                walk.summary = await self._taken(walk, seed)
+            walk.stop = self._stop(REPLAY_SHARE)
+            replayed = await self._within(walk.working)
+            if replayed is None or not replayed.complete:
+                return walk, replayed
+            winner = await self._stored(walk, replayed)
+            if winner is None:
+                break
+            walk = walk.from_here(winner)
+        return walk, replayed
+
+    async def _stored(self, walk: _Walk, replayed: Replayed) -> tuple[int, Checkpoint] | None:
+        """Puts what was made into the store; returns what stands there instead of it, if somebody else was first."""
+        for key, checkpoint in replayed.made:
+            if not await self._store.put_if_absent(key, checkpoint):
+                winner = await self._store.get_longest(walk.chain.keys)
+                if winner is not None and winner[1] not in [made for _, made in replayed.made]:
+                    return winner
+        return None
+
+    async def _taken(self, walk: _Walk, seed: bytes) -> Adoption | None:
+        """A prepared summary for the event of the request that waits. Whoever waits for summaries has one started at once."""
+        assert self._summaries is not None
+        standing = walk.standing(seed, walk.found[1] if walk.found is not None else None)
+        if self._summaries.terms.wait > 0 and walk.mode == "auto":
+            self._prepare(walk.measured, walk.steady, standing, walk.before())
+        return await self._summaries.take(standing)
+
+    def _prepare(self, measured: Measured, steady: Budget, standing: Standing, forwarded: Conversation) -> None:
+        assert self._summaries is not None
+        came = measured.request.conversation
+        self._summaries.prepare(standing, came, forwarded, steady, measured.model, measured.headers)
 
     async def _squeeze(self, measured: Measured, aim: Budget, before: int, mode: Mode) -> Decision:
         """One event from what came, with the last resort: for what does not fit by what answers have taught although the
@@ -338,7 +439,7 @@ class Compactor:
     def _resumed(self, measured: Measured, before: int, after: int, replayed: Replayed, walk: _Walk, mode: Mode) -> Decision:
         """What was found or made on the way, as a decision."""
         if replayed.conversation is measured.request.conversation or after >= before:
-            reason = walk.reason or "no_gain"
+            reason = walk.reason or ("breaker" if walk.tried is None and mode != "force" else "no_gain")
             return replace(measured.decided("rejected" if reason == "no_gain" else "none", reason, before), result=walk.tried)
         resumed = measured.ruler.total(replayed.resumed.messages)
         reports = [LayerReport("checkpoint", before, resumed)] if resumed < before else []
@@ -349,7 +450,8 @@ class Compactor:
         result = CompactionResult(replayed.conversation, before, after, tuple(reports), critical)
         decision = self._applied(measured, before, result, mode)
         if replayed.live is not None or replayed.made:
-            return replace(decision, layers=result.layers if replayed.live is not None else _layers(replayed))
+            layers = result.layers if replayed.live is not None else _layers(replayed)
+            return replace(decision, layers=layers, **walk.broken(replayed))
         outcome: Outcome = "shadow" if mode == "shadow" else "reused"
         return replace(decision, outcome=outcome, layers=_layers(replayed), is_event=False)
 
@@ -362,6 +464,7 @@ class Compactor:
             result=result,
             layers=result.layers,
             is_event=True,
+            prefix_break="event" if body is not None else None,
         )
 
     def refusal(self, result: CompactionResult, aim: Budget, forced: bool) -> str | None:
@@ -405,7 +508,10 @@ class Compactor:
 
 
 class _Walk:
-    """One walk over a history: what it may do where an event is due, and what came of the event of the waiting request."""
+    """One walk over a history: what it may do where an event is due, and what came of the event of the waiting request.
+
+    summary: what a model has written for that event. stop: says when the walk must end.
+    """
 
     def __init__(
         self,
@@ -415,46 +521,124 @@ class _Walk:
         linked: Chain,
         found: tuple[int, Checkpoint] | None,
         mode: Mode,
-        stop: Callable[[], bool],
+        move: Move,
     ) -> None:
-        self._compactor, self._measured, self._steady = compactor, measured, steady
-        self._chain, self._found, self._mode, self._stop = linked, found, mode, stop
+        self._compactor, self.measured, self.steady = compactor, measured, steady
+        self.chain, self.found, self.mode, self.move = linked, found, mode, move
+        self.summary: Adoption | None = None
+        self.stop: Callable[[], bool] = lambda: False
         self.reason: str | None = None
         self.tried: CompactionResult | None = None
+        self._points = decision_points(measured.request.conversation, linked.cuts)
+
+    def from_here(self, found: tuple[int, Checkpoint] | None) -> _Walk:
+        """The same walk from what the store knows now."""
+        return _Walk(self._compactor, self.measured, self.steady, self.chain, found, self.mode, self.move)
 
     def looking(self) -> Replayed:
-        """The walk without any event. Raises _EventDue."""
-
-        def due(*_: object) -> Event | None:
-            raise _EventDue
-
-        return self._replay(due)
+        """The walk as far as the first event that is due: complete when there is none."""
+        return self._replay(None)
 
     def working(self) -> Replayed:
         return self._replay(self._event)
 
-    def _replay(self, decide: Callable[[Conversation, Checkpoint | None, bool], Event | None]) -> Replayed:
-        compactor, conversation = self._compactor, self._measured.request.conversation
+    def before(self) -> Conversation:
+        """What would be forwarded without any further event."""
+        came = self.measured.request.conversation
+        return (resume(came, self.found[1], self._compactor._cache.get) if self.found is not None else None) or came
+
+    def standing(self, seed: bytes, checkpoint: Checkpoint | None) -> Standing:
+        """Where the request stands behind this checkpoint."""
+        return _standing(self.chain, checkpoint, seed)
+
+    def broken(self, replayed: Replayed) -> dict[str, Any]:
+        """What an event does to the upstream's prompt cache.
+
+        Nothing was cached of a conversation whose first request this is. An event that was only found again, by a process that
+        did not see the requests before, is no break: the same bytes went out then.
+        """
+        if len(self._points) <= 1:
+            return {"prefix_break": "new_conversation"}
+        if replayed.live is None and self.move != "on":
+            return {"prefix_break": None}
+        ruler, after = self.measured.ruler, replayed.conversation.messages
+        same = _common_head(self.before().messages, after)
+        return {"rewritten": max(0, ruler.total(after) - ruler.total(after[:same]))}
+
+    def _replay(self, decide: Decide | None) -> Replayed:
+        compactor, conversation = self._compactor, self.measured.request.conversation
         return replay(
             conversation,
-            self._chain,
+            self.chain,
             decide,
-            rule(conversation, self._steady, compactor._marks.min_gain),
-            found=self._found,
-            force=self._mode == "force",
+            rule(conversation, self.steady, compactor._marks.min_gain),
+            found=self.found,
+            force=self.mode == "force",
             parse=compactor._cache.get,
             refusals=compactor._refusals,
-            stop=self._stop,
-            model=self._measured.model,
+            stop=self.stop,
+            model=self.measured.model,
         )
 
-    def _event(self, conversation: Conversation, _: Checkpoint | None, waiting: bool) -> Event | None:
+    def _event(self, conversation: Conversation, checkpoint: Checkpoint | None, waiting: bool) -> Event | None:
         compactor = self._compactor
-        result = compact(conversation, self._steady, compactor._layers, stop=self._stop, rules=compactor._rules)
-        reason = compactor.refusal(result, self._steady, forced=waiting and self._mode == "force")
+        forced = waiting and self.mode == "force"
+        if not forced and not self._is_worth_it(conversation, checkpoint):
+            self.reason = "postponed" if waiting else self.reason
+            return None
+        result = self._with_summary(conversation) if waiting and self.summary is not None else self._compacted(conversation)
+        reason = compactor.refusal(result, self.steady, forced=forced)
         if waiting:
             self.reason, self.tried = reason, result
         return Event(result) if reason is None else None
+
+    def _is_worth_it(self, conversation: Conversation, checkpoint: Checkpoint | None) -> bool:
+        """Whether an event now is expected to save more than the prompt cache that it breaks; by history and settings alone.
+
+        A conversation is expected to go on for as many turns as it has had: of what has lasted for so long, half lasts for that
+        long again.
+        """
+        price = self.measured.window.price if self.measured.window is not None else None
+        size = self.steady.ruler.total(conversation.messages)
+        if not self._compactor._marks.thrifty or price is None or size > PRESSING * self.steady.usable:
+            return True
+        start = len(self.measured.request.conversation.preamble)
+        stood = 0 if checkpoint is None else checkpoint.cut - len(checkpoint.replacement)
+        turns = bisect_right(self._points, stood + len(conversation.messages) - start)
+        kept = self.steady.ruler.total(conversation.preamble)
+        return worth_it(price, Bill(size, min(size, self.steady.target), kept), turns)
+
+    def _compacted(self, conversation: Conversation) -> CompactionResult:
+        compactor = self._compactor
+        return compact(conversation, self.steady, compactor._layers, stop=self.stop, rules=compactor._rules)
+
+    def _with_summary(self, conversation: Conversation) -> CompactionResult:
+        """The summary first, checked like any layer; the others where it is refused, or not enough."""
+        assert self.summary is not None
+        rules = self._compactor._rules
+        adopted = compact(conversation, self.steady, (self.summary,), stop=self.stop, rules=rules)
+        if adopted.tokens_after <= self.steady.target:
+            return adopted
+        rest = self._compacted(adopted.conversation)
+        one, other = adopted.critical, rest.critical
+        critical = (
+            other
+            if adopted.conversation is conversation
+            else CriticalItems(max(0, one.kept - other.lost), one.repaired + other.repaired, one.lost + other.lost)
+        )
+        return replace(rest, tokens_before=adopted.tokens_before, reports=(*adopted.reports, *rest.reports), critical=critical)
+
+
+def _standing(linked: Chain, checkpoint: Checkpoint | None, seed: bytes) -> Standing:
+    if checkpoint is None:
+        return Standing(linked.keys, linked.keys[0] if linked.keys else seed, seed)
+    at = bisect_right(linked.cuts, checkpoint.cut)
+    return Standing(linked.keys[at:], linked.keys[at - 1] if at else seed, seed)
+
+
+def _common_head(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """How many messages at the beginning are the same."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _layers(replayed: Replayed) -> tuple[str, ...]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_origin
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 import yaml
@@ -64,7 +64,8 @@ class Compaction(Settings, frozen=True):
 
     layers: settings of each layer by its name. reserve, margin: output reserve and safety margin when the model says none.
     discovery: ask the upstream's /models for windows. shadow: measure what would be done, forward untouched.
-    role: of the summary message. templates: further rules that a result must keep (see the README).
+    role: of the summary message. templates: further rules that a result must keep (see the README). prompt_cache: `aware` puts an
+    event off that nothing forces while it would cost more than it saves; `ignore` does not ask.
     """
 
     enabled: bool = True
@@ -104,8 +105,13 @@ class AutoCompact(Settings, frozen=True, rename="camel"):
 
 
 class Summarizer(Settings, frozen=True):
-    """Summaries by a model, off by default. wait_ms: how long a request may wait for one. prefetch: fill from which one is
-    prepared in the background."""
+    """Summaries by a model, off by default; they are made in the background, and no request waits for one unless wait_ms says so.
+
+    mode: `anchored` carries a summary on from event to event; `kimi` condenses all but the last max_preserved_messages user and
+    assistant messages. model, base_url, api_key: who is asked, the conversation's own model with the client's key unless they
+    say otherwise; the client's key is never sent to another origin. prefetch: share of usable from which one is prepared.
+    timeout_s: for one try. max_output_tokens: that it may have. role: in which it speaks.
+    """
 
     mode: Literal["off", "kimi", "anchored"] = "off"
     model: str | None = None
@@ -120,7 +126,10 @@ class Summarizer(Settings, frozen=True):
 
 
 class Store(Settings, frozen=True):
-    """Where checkpoints are kept. url: memory://, sqlite:///PATH or redis://HOST:PORT/DB. ttl_s: seconds without use."""
+    """Where checkpoints are kept. url: memory://, sqlite:///PATH or redis://HOST:PORT/DB; with several workers and none set, a
+    file in the state directory. ttl_s: seconds without use. max_bytes: of the memory, and of the file. encrypt_key: seals what
+    leaves the process.
+    """
 
     url: str = "memory://"
     ttl_s: int = 86_400
@@ -190,7 +199,18 @@ def load(flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] 
     except msgspec.ValidationError as error:
         raise ConfigError(_wrong_value(error, merged)) from None
     _check_values(config)
-    return config
+    return _with_shared_store(config, merged, environment)
+
+
+def _with_shared_store(config: Config, given: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
+    """Several workers share a file in the state directory, unless a store was set."""
+    if config.server.workers == 1 or "url" in given.get("store", {}):
+        return config
+    state = environment.get("XDG_STATE_HOME", "")
+    # the specification of these directories says to ignore a path that is not absolute
+    home = Path(state) if os.path.isabs(state) else Path(environment.get("HOME") or Path.home()) / ".local" / "state"
+    url = "sqlite:///" + quote(str(home / "compaction-proxy" / "checkpoints.db"))
+    return msgspec.structs.replace(config, store=msgspec.structs.replace(config.store, url=url))
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -377,8 +397,25 @@ def _check_values(config: Config) -> None:
             raise wrong(key, port, "a port, 0 to 65535 (0: any free one)")
     if config.server.workers < 1:
         raise wrong("server.workers", config.server.workers, "1 or more")
+    _check_summarizer(config.summarizer, wrong)
+    for key, number in (("store.ttl_s", config.store.ttl_s), ("store.max_bytes", config.store.max_bytes)):
+        if number < 1:
+            raise wrong(key, number, "1 or more")
     if urlsplit(config.store.url).scheme not in ("memory", "sqlite", "redis", "rediss", "unix"):
         raise wrong("store.url", config.store.url, "memory://, sqlite:///PATH or redis://HOST:PORT/DB")
+
+
+def _check_summarizer(summarizer: Summarizer, wrong: Callable[[str, object, str], ConfigError]) -> None:
+    """Raises ConfigError."""
+    if not 0 < summarizer.prefetch <= 1:
+        raise wrong("summarizer.prefetch", summarizer.prefetch, "a fraction of usable (0–1)")
+    if summarizer.wait_ms < 0:
+        raise wrong("summarizer.wait_ms", summarizer.wait_ms, "milliseconds, 0 or more")
+    if not summarizer.timeout_s > 0:
+        raise wrong("summarizer.timeout_s", summarizer.timeout_s, "seconds above 0")
+    for key in ("max_preserved_messages", "max_output_tokens"):
+        if getattr(summarizer, key) < 1:
+            raise wrong(f"summarizer.{key}", getattr(summarizer, key), "1 or more")
 
 
 def _is_url(text: str) -> bool:

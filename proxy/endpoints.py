@@ -18,6 +18,7 @@ from proxy.compactor import Compactor, Decision, Wish, read_wish
 from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, record_of, tell
 from proxy.metrics import ANY, CHAT, COMPACT, Metrics
+from proxy.summarizers.redaction import credentials
 from proxy.upstream import Answer, Upstream
 from proxy.wire import chat_completions, encodings
 from proxy.wire.sse import UsageTap
@@ -175,7 +176,9 @@ class Proxy:
     async def _decide(self, scope: Scope, pieces: Sequence[bytes], wish: Wish) -> Decision:
         encoding = header(scope["headers"], b"content-encoding")
         credential = _credential(scope["headers"])
-        deciding = self._compactor.decide(b"".join(pieces), scope["path"], wish, encoding, credential)
+        # the sidecar asks nobody, so a summary is not asked for either
+        headers = credentials(scope["headers"]) if scope["path"] != COMPACT_PATH else ()
+        deciding = self._compactor.decide(b"".join(pieces), scope["path"], wish, encoding, credential, headers)
         return await self._safely(deciding, Decision("failed", "internal_error"))
 
     def _count_meanwhile(self, decision: Decision) -> asyncio.Task[Decision] | None:

@@ -13,7 +13,7 @@ import structlog
 from proxy.compaction import CriticalItems
 from proxy.compactor import Decision
 from proxy.metrics import printable
-from proxy.pricing import cost_saved
+from proxy.pricing import cache_break_cost, cost_saved
 from proxy.records import RequestRecord, saved_by_layer
 from proxy.wire.sse import Usage
 
@@ -90,7 +90,7 @@ def record_of(exchange: Exchange) -> RequestRecord:
         shadow_saved=(before or 0) - (after or 0) if decision.outcome == "shadow" else 0,
         passthrough=decision.reason,
         ratio=(after or 0) / before if decision.is_event and before else None,
-        prefix_break="event" if decision.is_event and decision.body is not None else None,
+        prefix_break=decision.prefix_break if decision.body is not None else None,
         fill_before=before / aim.usable if before is not None and aim is not None and aim.usable > 0 else None,
         fill_after=after / aim.usable if after is not None and aim is not None and aim.usable > 0 else None,
         validation_failures=tuple(report.refused for report in result.reports if report.refused) if result else (),
@@ -104,6 +104,7 @@ def record_of(exchange: Exchange) -> RequestRecord:
         client_disconnect=exchange.gone,
         stream_abort=exchange.aborted,
         cost_saved=_cost_saved(decision, usage),
+        cost_broken=_cost_broken(decision, usage),
     )
 
 
@@ -118,7 +119,15 @@ def _cost_saved(decision: Decision, usage: Usage) -> float | None:
     if decision.outcome not in ("applied", "reused") or decision.before is None or decision.after is None:
         return None
     price = decision.window.price if decision.window is not None else None
-    return cost_saved(price, decision.before - decision.after, usage.prompt, usage.cached)
+    # what an event takes out was sent the turn before, so it would have been cached, although the event's own request is not
+    cached = usage.prompt if decision.rewritten and usage.cached is not None else usage.cached
+    return cost_saved(price, decision.before - decision.after, usage.prompt, cached)
+
+
+def _cost_broken(decision: Decision, usage: Usage) -> float | None:
+    if not decision.rewritten or decision.body is None:
+        return None
+    return cache_break_cost(decision.window.price if decision.window is not None else None, decision.rewritten, usage.cached)
 
 
 def saved(decision: Decision) -> tuple[tuple[str, int], ...]:

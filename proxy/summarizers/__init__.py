@@ -65,7 +65,8 @@ class SummaryRequest:
 
     folded: the messages that the summary will replace, oldest first. tokens: what they weigh. previous: the last summary's
     words, if there was one. model: the model of the conversation, asked unless the summarizer has its own. headers: the
-    client's credentials, used only towards the origin that they came for. count: tokens of a text.
+    client's credentials, used only towards the origin that they came for. count: tokens of a text. window: tokens that the
+    asked model can hold, where that is known.
     """
 
     folded: tuple[Message, ...]
@@ -75,6 +76,7 @@ class SummaryRequest:
     previous: str = ""
     facts: Facts = Facts()
     headers: Headers = ()
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,20 +58,29 @@ def adopt(conversation: Conversation, made: Plan, summary: Message, *, key: byte
     the last thing that a person said.
     """
     stretch = conversation.messages[made.start : made.stop]
-    folded = {id(message) for message in _foldable(conversation, made.start, made.stop, key)}
-    if tuple(message for message in stretch if id(message) in folded) != made.folded:
+    folded = _found(stretch, made.folded)
+    if folded is None:
         return None
-    out: list[Message] = list(conversation.messages[: made.start])
     person = _last_person(conversation, key)
-    last_user = conversation.steps[person].start if person is not None else -1
-    placed = False
-    for index, message in enumerate(stretch, made.start):
-        if not placed and (id(message) in folded or index == last_user):
+    last_user = conversation.steps[person].start if person is not None else len(conversation.messages)
+    place = min(made.start + min(folded, default=0), last_user)
+    out: list[Message] = []
+    for index, message in enumerate(conversation.messages):
+        if index == place:
             out.append(summary)
-            placed = True
-        if id(message) not in folded:
+        if index - made.start not in folded:
             out.append(message)
-    return conversation.with_messages((*out, *conversation.messages[made.stop :]))
+    return conversation.with_messages(out)
+
+
+def _found(stretch: Sequence[Message], folded: Sequence[Message]) -> frozenset[int] | None:
+    """Where the folded messages stand in the stretch, in their order; what stands between them was kept, and still is. None when
+    one of them is not there."""
+    places: list[int] = []
+    for index, message in enumerate(stretch):
+        if len(places) < len(folded) and message == folded[len(places)]:
+            places.append(index)
+    return frozenset(places) if len(places) == len(folded) else None
 
 
 def missing_names(

@@ -23,12 +23,20 @@ QUOTED_SHARE = 0.1
 
 
 def request_of(
-    conversation: Conversation, made: Plan, ruler: Ruler, *, model: str = "", headers: Headers = (), key: bytes = b""
+    conversation: Conversation,
+    made: Plan,
+    ruler: Ruler,
+    *,
+    model: str = "",
+    headers: Headers = (),
+    window: int | None = None,
+    key: bytes = b"",
 ) -> SummaryRequest:
-    """The question for a plan. model, headers: of the request. key: seals our summaries; one with another seal is plain text."""
+    """The question for a plan. model, headers: of the request. window: of the model that is asked, in tokens. key: seals our
+    summaries; one with another seal is plain text."""
     earlier, book = _known(conversation, made, key, with_task=True)
     bodies = [message for message in made.folded if not summary.is_summary(message, key)]
-    return SummaryRequest(tuple(bodies), made.tokens, ruler.text, model, earlier, facts(book), headers)
+    return SummaryRequest(tuple(bodies), made.tokens, ruler.text, model, earlier, facts(book), headers, window)
 
 
 def message_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 _SHAPES: tuple[tuple[str, re.Pattern[str]], ...] = (
@@ -55,10 +56,6 @@ CREDENTIALS = frozenset({b"authorization", b"api-key", b"x-api-key", b"openai-or
 """Request headers that say who pays."""
 
 
-def credentials(
-    headers: list[tuple[bytes, bytes]] | tuple[tuple[bytes, bytes], ...], upstream: str, summarizer: str
-) -> tuple[tuple[bytes, bytes], ...]:
-    """The client's own credentials, for a summarizer at the upstream's origin; nothing for any other origin."""
-    if origin(upstream) != origin(summarizer):
-        return ()
+def credentials(headers: Sequence[tuple[bytes, bytes]]) -> tuple[tuple[bytes, bytes], ...]:
+    """The client's own credentials among its headers. A `Caller` whose server is another origin never sends them."""
     return tuple((name, value) for name, value in headers if name.lower() in CREDENTIALS)

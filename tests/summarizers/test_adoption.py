@@ -4,27 +4,27 @@ import asyncio
 import json
 
 import pytest
-from builders import agent_session, assistant, call, prose, tool, user
+from builders import agent_session, assistant, call, chat, prose, tool, user
 
 from proxy import tokens
-from proxy.checkpoints.chain import chain, namespace
 from proxy.checkpoints.memory import MemoryStore
-from proxy.checkpoints.resume import Decision, replay, rule
-from proxy.compaction import CompactionResult, summary
+from proxy.compaction import summary
+from proxy.compaction.strategies import build as build_layers
 from proxy.compaction.validation import violations
+from proxy.compactor import Compactor, Wish
+from proxy.config import Model
+from proxy.conversation import Conversation
 from proxy.summarizers.anchored import AnchoredSummarizer
-from proxy.summarizers.call import Caller
-from proxy.summarizers.plans import adopt, missing_names, plan
-from proxy.summarizers.preparation import Preparations
+from proxy.summarizers.background import Background, Terms
+from proxy.summarizers.call import Caller, Settings
+from proxy.summarizers.plans import plan
 from proxy.summarizers.record import LABEL, message_of, request_of
-from proxy.windows import Budget
-from proxy.wire.chat_completions import write_message
+from proxy.windows import Windows
+from proxy.wire.chat_completions import read_message, write_message
 
 pytestmark = pytest.mark.anyio
 
-SEED = namespace(b"", b"Bearer sk-one", "settings")
 RULER = tokens.ruler("gpt-4o", {})
-BUDGET = Budget(8_000, 1_000, 7_000, 5_600, 3_150, RULER)
 
 WORDS = """## Objective
 - Fix the failing import in app/loader.py.
@@ -42,85 +42,186 @@ WORDS = """## Objective
 - Look at the next part."""
 
 
-class Proxy:
-    """The integration, in as few lines as it takes."""
-
-    def __init__(self, model):
-        self.store, self.ready = MemoryStore(ttl=9e9, max_bytes=1 << 26), Preparations()
-        self.summarizer = AnchoredSummarizer(Caller(model))
-
-    async def request(self, conversation):
-        keys = chain(conversation, SEED)
-        prepared = await self.ready.take(keys.keys)
-
-        def decide(before, checkpoint, waiting):
-            if not waiting or prepared is None:
-                return None
-            made, made_of, text = prepared[1]
-            names = missing_names(text, made.folded, before.messages[made.stop :], lambda words: set(words.split()))
-            after = adopt(before, made, message_of(text, made_of, made, RULER, names=names[:5]))
-            if after is None:
-                return None
-            total = RULER.total(after.messages)
-            return Decision(CompactionResult(after, RULER.total(before.messages), total))
-
-        done = replay(conversation, keys, decide, rule(conversation, BUDGET, 100), found=await self.store.get_longest(keys.keys))
-        for key, checkpoint in done.made:
-            await self.store.put_if_absent(key, checkpoint)
-        self.prepare(done.conversation, conversation, keys)
-        return done
-
-    def prepare(self, forwarded, came, keys):
-        """Past .68 of what is usable, a summary of the older part is asked for."""
-        if RULER.total(forwarded.messages) < 0.68 * BUDGET.usable:
-            return
-        made = plan(forwarded, RULER, keep_tokens=2_000)
-        if made is None:
-            return
-        key = keys.key(len(came.messages) - len(came.preamble) - made.after)
-
-        async def work():
-            return made, forwarded, (await self.summarizer.summarize(request_of(forwarded, made, RULER, model="gpt-4o"))).text
-
-        if key is not None:
-            self.ready.start(key, work)
+PATH = "/v1/chat/completions"
+KEY = ((b"authorization", b"Bearer sk-one"),)
 
 
-async def settled(proxy):
+@pytest.fixture
+async def proxy_for():
+    """Builds a compactor for an 8,000-token window whose summaries this model writes."""
+    made = []
+
+    def build(model, *, settings=None, marks=None, store=None, **terms):
+        caller = Caller(model, settings or Settings(pause=0.0))
+        background = Background(AnchoredSummarizer(caller), Terms(**terms))
+        windows = Windows({"gpt-4o": Model(window=8_000, reserve=1_000)})
+        made.append(Compactor(windows, build_layers("ladder"), marks, store=store, summaries=background))
+        return made[-1]
+
+    yield build
+    for compactor in made:
+        await compactor.aclose()
+
+
+async def settled(compactor):
     """Lets what is prepared in the background come to its end."""
-    if tasks := list(proxy.ready._tasks.values()):
+    if tasks := list(compactor._summaries._ready._tasks.values()):
         await asyncio.wait(tasks)
     await asyncio.sleep(0)
 
 
-async def test_a_prepared_summary_is_adopted_at_the_next_event_and_kept(conversation, scripted, words):
-    model = scripted((200, words["completion"](WORDS)))
-    proxy = Proxy(model)
-    messages = agent_session(60, words=180)[:-1]
-    adopted = []
-    before = []
-    for stop in range(2, len(messages), 2):
-        done = await proxy.request(conversation(*messages[:stop]))
-        await settled(proxy)
-        now = [write_message(message) for message in done.conversation.messages]
-        assert violations(done.conversation).total() == 0
-        assert done.made or now[: len(before)] == before
-        adopted.extend(checkpoint for _, checkpoint in done.made)
-        before = now
-    await proxy.ready.aclose()
+def sent(decision, messages):
+    """What was forwarded, as the upstream reads it."""
+    return messages if decision.body is None else json.loads(decision.body)["messages"]
 
-    assert len(adopted) >= 2
-    final = done.conversation
-    ours = [message for message in final.messages if summary.is_summary(message)]
-    assert len(ours) == 1
-    assert f"§ {LABEL}" in ours[0].text
-    assert '- "Never touch the migrations."' in ours[0].text
-    assert final.messages[1].text.startswith("Fix the failing import")
+
+async def session(compactor, messages, *, settle=True):
+    """Every request of a session, as (decision, what was forwarded)."""
+    told = []
+    for stop in stops(messages):
+        decision = await compactor.decide(chat(messages[:stop]), PATH, Wish(), credential=b"one", headers=KEY)
+        if settle:
+            await settled(compactor)
+        told.append((decision, sent(decision, messages[:stop])))
+    return told
+
+
+def stops(messages):
+    """How many messages each request of a session has."""
+    return [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
+
+
+def said(messages):
+    return [message.get("content") or "" for message in messages]
+
+
+def ours(messages):
+    return [text for text in said(messages) if text.startswith("[Earlier conversation summary:")]
+
+
+async def test_a_prepared_summary_is_adopted_at_the_next_event_and_kept(proxy_for, scripted, words):
+    model = scripted((200, words["completion"](WORDS)))
+    told = await session(proxy_for(model), agent_session(60, words=180))
+
+    events = [decision for decision, _ in told if decision.is_event]
+    before = []
+    for decision, now in told:
+        assert decision.is_event or now[: len(before)] == before
+        assert violations(Conversation(tuple(read_message(json.dumps(message).encode()) for message in now))).total() == 0
+        before = now
+    assert len(events) >= 2
+    assert [decision.layers[-1] for decision in events] == ["summary"] * len(events)
+    assert len(ours(before)) == 1
+    assert f"§ {LABEL}" in ours(before)[0]
+    assert '- "Never touch the migrations."' in ours(before)[0]
+    assert said(before)[2].startswith("Fix the failing import")
     assert "Fix the failing import in app/loader.py. Never touch the migrations." in model.asked[0]["messages"][1]["content"]
-    assert RULER.total(final.messages) < BUDGET.usable
     # the second question went on from the first summary
-    assert "Look at the next part." in json.dumps(model.asked[-1])
-    assert "<summary-so-far>" in model.asked[-1]["messages"][1]["content"]
+    assert "<summary-so-far>" in model.asked[1]["messages"][1]["content"]
+    assert "Look at the next part." in json.dumps(model.asked[1])
+    # one question an event, and perhaps one for an event that is still to come
+    assert len(model.asked) - len(events) in (0, 1)
+    assert model.headers[0] == KEY
+
+
+async def test_no_request_waits_for_a_summary_and_the_deterministic_layers_serve_without_one(proxy_for, scripted, words):
+    told = await session(proxy_for(scripted(3_600)), agent_session(30, words=180), settle=False)
+
+    events = [decision for decision, _ in told if decision.is_event]
+    assert events
+    assert all("summary" not in decision.layers for decision in events)
+    assert all(decision.after <= decision.budget.usable for decision in events)
+
+
+async def test_who_waits_for_summaries_gets_one_at_the_first_event(proxy_for, scripted, words):
+    proxy = proxy_for(scripted((200, words["completion"](WORDS))), wait=30.0, prefetch=1.0)
+
+    told = await session(proxy, agent_session(26, words=180), settle=False)
+
+    first = next(decision for decision, _ in told if decision.is_event)
+    assert first.layers == ("summary",)
+
+
+@pytest.mark.parametrize("answer", ["boom", "<html>", "", "I am sorry, I cannot do that."])
+async def test_a_summary_that_fails_costs_no_request_and_is_asked_for_again_only_later(proxy_for, scripted, words, answer):
+    model = scripted((500, b"boom") if answer == "boom" else (200, words["completion"](answer)))
+    told = await session(proxy_for(model), agent_session(30, words=180))
+
+    assert all(decision.outcome in ("none", "applied", "reused") for decision, _ in told)
+    assert any(decision.is_event for decision, _ in told)
+    assert 1 <= len(model.asked) <= 12
+
+
+async def test_a_summary_that_loses_a_constraint_is_repaired_before_it_is_adopted(proxy_for, scripted, words):
+    without = WORDS.replace('- "Never touch the migrations."', "- –")
+    session_ = agent_session(60, words=180)
+    session_[2]["content"] = "Understood."
+    session_.insert(3 if session_[2].get("tool_calls") is None else 4, user("Always run the linter before you commit."))
+    told = await session(proxy_for(scripted((200, words["completion"](without)))), session_)
+
+    adopted = [now for decision, now in told if decision.is_event and "summary" in decision.layers]
+    assert adopted
+    for now in adopted:
+        assert any("Always run the linter before you commit." in text for text in said(now))
+
+
+async def test_a_summarizer_of_another_origin_never_sees_the_clients_key_nor_secrets(proxy_for, scripted, words):
+    model = scripted((200, words["completion"](WORDS)))
+    messages = agent_session(30, words=180)
+    messages[3]["content"] += " api_key = sk-live-0123456789abcdef0123"
+    await session(proxy_for(model, settings=Settings(pause=0.0, foreign=True)), messages)
+
+    assert model.headers[0] == ()
+    assert "sk-live-0123456789abcdef0123" not in json.dumps(model.asked)
+
+
+async def test_without_credentials_at_hand_the_question_carries_none(proxy_for, scripted, words):
+    model = scripted((200, words["completion"](WORDS)))
+    proxy = proxy_for(model)
+    messages = agent_session(24, words=180)
+    for stop in stops(messages):
+        await proxy.decide(chat(messages[:stop]), PATH, Wish(), credential=b"one")
+        await settled(proxy)
+
+    assert model.headers
+    assert all(headers == () for headers in model.headers)
+
+
+async def test_what_was_summed_up_for_one_caller_is_never_used_for_another(proxy_for, scripted, words):
+    proxy = proxy_for(scripted((200, words["completion"](WORDS))))
+    messages = agent_session(60, words=180)
+    told = await session(proxy, messages)
+    stop = next(stop for stop, (decision, _) in zip(stops(messages), told, strict=True) if decision.is_event)
+
+    decision = await proxy.decide(chat(messages[:stop]), PATH, Wish(), credential=b"two", headers=KEY)
+
+    assert decision.is_event
+    assert "summary" not in decision.layers
+
+
+async def test_the_other_process_forwards_the_summary_that_was_stored(proxy_for, scripted, words):
+    store = MemoryStore(ttl=9e9, max_bytes=1 << 26)
+    one = proxy_for(scripted((200, words["completion"](WORDS))), store=store)
+    messages = agent_session(40, words=180)
+    told = await session(one, messages)
+    stop, expected = next(
+        (stop, now) for stop, (decision, now) in zip(stops(messages), told, strict=True) if "summary" in decision.layers
+    )
+    other = proxy_for(scripted(3_600), store=store)
+
+    decision = await other.decide(chat(messages[:stop]), PATH, Wish(), credential=b"one", headers=KEY)
+
+    assert sent(decision, messages[:stop]) == expected
+
+
+async def test_shadow_mode_asks_no_model(proxy_for, scripted, words):
+    model = scripted((200, words["completion"](WORDS)))
+    proxy = proxy_for(model)
+    messages = agent_session(30, words=180)
+    for stop in stops(messages):
+        await proxy.decide(chat(messages[:stop]), PATH, Wish("shadow"), credential=b"one", headers=KEY)
+
+    assert model.asked == []
 
 
 async def test_names_that_arrived_meanwhile_stand_beside_the_summary(conversation):
