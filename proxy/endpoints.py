@@ -101,8 +101,10 @@ class Proxy:
     async def _pass(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """Everything that is no chat completion: streamed both ways."""
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
-        upload = Upload(receive, more=has_body)
-        await while_client_stays(self._relay(exchange, scope, upload.pieces() if has_body else (), send), upload.left())
+        # a body that comes in one piece is kept: the upstream's idle connections serve only what can be sent a second time
+        pieces, more = await self._read_body(receive, 0) if has_body else ((), False)
+        upload = Upload(receive, pieces, more=more)
+        await while_client_stays(self._relay(exchange, scope, upload.pieces() if more else pieces, send), upload.left())
 
     async def _chat(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
@@ -193,11 +195,12 @@ class Proxy:
             return await work
         return otherwise
 
-    async def _read_body(self, receive: Receive) -> tuple[tuple[bytes, ...], bool]:
-        """The body's pieces, and whether there is more of it than we hold. Raises ClientGone, ClientError (408)."""
+    async def _read_body(self, receive: Receive, most: int | None = None) -> tuple[tuple[bytes, ...], bool]:
+        """The body's pieces, and whether there is more of it than `most` bytes. Raises ClientGone, ClientError (408)."""
+        most = self._max_body_bytes if most is None else most
         pieces: list[bytes] = []
         size, more = 0, True
-        while more and size <= self._max_body_bytes:
+        while more and size <= most:
             try:
                 async with asyncio.timeout(self._body_timeout):
                     message = await receive()

@@ -511,6 +511,15 @@ async def test_plain_answers_pass_with_their_encoding(toxic: Toxic, product: Pro
     assert len(raw_body) > 40
 
 
+async def test_small_requests_of_every_endpoint_share_a_connection(toxic: Toxic, start: Start) -> None:
+    async with start(toxic.url) as product, product.client() as client:
+        for path in ("/v1/embeddings", "/v1/chat/completions", "/v1/moderations") * 5:
+            assert (await client.post(path, content=BODY)).content == BODY
+            assert (await client.get("/v1/models")).status_code == 200
+
+    assert toxic.connections == 1
+
+
 async def test_uploads_stream_through_both_ways_at_once(toxic: Toxic, product: Product) -> None:
     arrived = asyncio.Event()
 
