@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -448,6 +449,70 @@ async def test_each_accepted_request_is_exactly_one_upstream_and_nothing_ambiguo
                 codings = [value for name, value in received.headers if name == b"transfer-encoding"]
                 assert len(lengths) + len(codings) <= 1, vector["name"]
                 assert [name for name, _ in received.headers].count(b"host") == 1, vector["name"]
+
+
+WELL_FORMED = [
+    request(),
+    request(b"/v1/embeddings", b'{"input": "x"}'),
+    b"POST /v1/files HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAccept: */*\r\n\r\n",
+]
+DIRT = [
+    b"\r",
+    b"\n",
+    b"\r\n",
+    b" ",
+    b"\t",
+    b":",
+    b"0",
+    b"\x00",
+    b"\x0b",
+    b"+",
+    b"-",
+    b",",
+    b";",
+    b"chunked",
+    b"Content-Length: 3\r\n",
+    b"\xe2\x84\xaa",
+]
+
+
+def mutated(chance: random.Random) -> bytes:
+    raw_request = bytearray(chance.choice(WELL_FORMED))
+    for _ in range(chance.randint(1, 3)):
+        at = chance.randrange(len(raw_request))
+        match chance.randrange(3):
+            case 0:
+                raw_request[at:at] = chance.choice(DIRT)
+            case 1:
+                del raw_request[at : at + chance.randint(1, 3)]
+            case _:
+                raw_request[at : at + 1] = chance.choice(DIRT)
+    return bytes(raw_request)
+
+
+async def test_no_mutation_of_a_request_makes_more_or_fewer_of_it_upstream(toxic: Toxic, start: Start) -> None:
+    chance = random.Random(3)
+    async with start(toxic.url) as product:
+        for _ in range(250):
+            toxic.requests.clear()
+            sent = mutated(chance)
+            reader, writer = await product.raw(sent)
+            answer = b""
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                while data := await asyncio.wait_for(reader.read(65536), 0.03):
+                    answer += data
+            writer.close()
+            answered = len(re.findall(rb"HTTP/1\.1 200 ", answer))
+            refused = len(re.findall(rb"HTTP/1\.1 [45]\d\d ", answer))
+            assert len([one for one in toxic.requests if not one.aborted.is_set()]) in (answered, answered + 1), sent
+            assert answered + refused <= 2, sent
+            for received in toxic.requests:
+                assert len([1 for name, _ in received.headers if name in (b"content-length", b"transfer-encoding")]) <= 1, sent
+                assert b"\n" not in received.target, sent
+
+        toxic.requests.clear()
+        assert (await product.post()).content == BODY
 
 
 # What streams look like when nothing is wrong
