@@ -22,6 +22,8 @@ HEADER_TOKENS = 5
 """About what it costs to open a step in the summary: its number and its tool's name."""
 GAP_TOKENS = 2
 """About what the mark of a gap costs."""
+OLDEST = 0.85
+"""What the oldest line is worth against the newest one that shows the same: files are read again after they were edited."""
 SMALLEST_GAIN = 1e-6
 """Worth per token below which a line is not a candidate."""
 
@@ -52,6 +54,7 @@ class Picks:
         ]
         self._openings = [0 if source.inline else HEADER_TOKENS for source in sources]
         self.covered: dict[str, float] = {}
+        self.fresh = [OLDEST + (1 - OLDEST) * number / len(sources) for number in range(1, len(sources) + 1)]
         self._words: list[dict[int, int]] = [{} for _ in sources]
         self._own: dict[str, int] = {}
         self.spent = 0.0
@@ -109,7 +112,7 @@ class Picks:
             level = 1.0 if words - own[name] >= CONTEXT_WORDS else BARE
             if level > had:
                 worth += need * (level - had)
-        return worth / self.cost(source, line)
+        return worth / self.cost(source, line) * self.fresh[source]
 
 
 def context_words(line: str) -> int:
@@ -136,7 +139,7 @@ class Choice:
         self._picks, self._needs = picks, needs
         self._bounds = _bounds(picks, needs)
         self._heap = [
-            (-bound / picks.cost(source, line), source, line)
+            (-bound / picks.cost(source, line) * picks.fresh[source], -source, line)
             for source, found in enumerate(self._bounds)
             for line, bound in found.items()
         ]
@@ -150,16 +153,17 @@ class Choice:
             heapq.heappush(heap, entry)
         self._too_long.clear()
         while heap and picks.spent < room:
-            _, source, line = heapq.heappop(heap)
+            _, at, line = heapq.heappop(heap)
+            source = -at
             if line in picks.chosen[source]:
                 continue
             gain = picks.gain(source, line, self._needs)
             if gain <= SMALLEST_GAIN:
                 continue
             if heap and -gain > heap[0][0] + 1e-12:
-                heapq.heappush(heap, (-gain, source, line))
+                heapq.heappush(heap, (-gain, at, line))
             elif picks.spent + picks.cost(source, line) > room:
-                self._too_long.append((-gain, source, line))
+                self._too_long.append((-gain, at, line))
             else:
                 self._add(source, line)
 
@@ -170,7 +174,7 @@ class Choice:
         if opens:
             for other, bound in self._bounds[source].items():
                 if other not in picks.chosen[source]:
-                    heapq.heappush(self._heap, (-bound / picks.cost(source, other), source, other))
+                    heapq.heappush(self._heap, (-bound / picks.cost(source, other) * picks.fresh[source], -source, other))
 
 
 def choose(picks: Picks, needs: Mapping[str, float], room: float) -> None:
