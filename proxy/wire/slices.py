@@ -7,6 +7,7 @@ send that cut their texts by UTF-16 units, and NaN) goes a slower way with the s
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ _string = msgspec.json.Decoder(str)
 _any = msgspec.json.Decoder()
 _slow = json.JSONDecoder()
 _SPACE = " \t\n\r"
+_MARK = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\],:]', re.DOTALL)
 
 
 def split_object(raw: bytes) -> dict[str, bytes]:
@@ -40,6 +42,33 @@ def split_array(raw: bytes) -> list[bytes]:
         raise Unreadable("too_deep") from None
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return _split_array_slowly(read_text(raw))
+
+
+def spans(raw: bytes) -> dict[str, tuple[int, int]]:
+    """Where the values of an object's fields stand, as (start, end); of a repeated key the last. For well-formed JSON only."""
+    found: dict[str, tuple[int, int]] = {}
+    depth, key, start = 0, b"", -1
+    for mark in _MARK.finditer(raw):
+        kind = raw[mark.start()]
+        if kind == _QUOTE:
+            if depth == 1 and start < 0:
+                key = mark[0]
+        elif kind == _COLON:
+            if depth == 1:
+                start = mark.end()
+        elif kind in b"{[":
+            depth += 1
+        else:
+            depth -= kind != _COMMA
+            if start >= 0 and (depth == 0 or (depth == 1 and kind == _COMMA)):
+                value = raw[start : mark.start()]
+                begin = start + len(value) - len(value.lstrip())
+                found[read_string(key)] = (begin, begin + len(value.strip()))
+                start = -1
+    return found
+
+
+_QUOTE, _COLON, _COMMA = b'":,'
 
 
 def read_string(raw: bytes) -> str:
