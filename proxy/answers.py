@@ -13,7 +13,8 @@ from proxy.errors import Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, saved
 from proxy.upstream import Answer
 from proxy.wire import slices
-from proxy.wire.sse import UsageTap
+from proxy.wire.sse import WHOLE, UsageTap
+from proxy.wire.usage import StreamEditor, with_more_prompt
 
 REFUSALS = frozenset({400, 413, 422, 429, 500})
 """Statuses under which upstreams say that a prompt is too long."""
@@ -28,24 +29,25 @@ SUSPECT_TOKENS, SUSPECT_SHARE = 1_024, 0.5
 class Replay:
     """An answer whose body was read as far as it says whether the prompt was too long; it can still be passed on."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer | Replay) -> None:
         self._answer = answer
-        self.status, self.headers = answer.status, answer.headers
+        self.status: int = answer.status
+        self.headers: Headers = answer.headers
         self._pieces: list[bytes] = []
         self._pending: asyncio.Future[bytes] | None = None
         self._ended = False
         self._next = 0
 
     @classmethod
-    async def whole(cls, answer: Answer) -> Replay:
-        """Read to its end, or as far as an error's body may go. Raises UpstreamError."""
+    async def whole(cls, answer: Answer | Replay, limit: int = REFUSAL_BYTES) -> Replay:
+        """Read to its end, or as far as `limit` bytes. Raises UpstreamError."""
         replay, size = cls(answer), 0
-        while not replay._ended and size <= REFUSAL_BYTES:
+        while not replay._ended and size <= limit:
             size += replay._take(await answer.next())
         return replay
 
     @classmethod
-    async def begun(cls, answer: Answer) -> Replay:
+    async def begun(cls, answer: Answer | Replay) -> Replay:
         """A stream read as far as its first event, if that comes soon; the client's first byte is not made to wait longer."""
         replay, size = cls(answer), 0
         while not replay._ended and size <= REFUSAL_BYTES and not _has_event(replay._pieces):
@@ -66,6 +68,15 @@ class Replay:
             return overflow.classify_event(body)
         window = decision.window.tokens if decision.window is not None else None
         return overflow.classify_event(body) or overflow.ended_empty(body, forwarded=decision.forwarded or 0, window=window)
+
+    @property
+    def text(self) -> bytes | None:
+        """The whole body, None when it was longer than what was read."""
+        return b"".join(self._pieces) if self._ended else None
+
+    def become(self, body: bytes) -> None:
+        """What is passed on in place of the body that was read whole."""
+        self._pieces = [body] if body else []
 
     async def next(self) -> bytes:
         if self._next < len(self._pieces):
@@ -89,6 +100,53 @@ class Replay:
         return len(piece)
 
 
+class Edited:
+    """A stream whose usage is taken out or put right on its way; the tap reads it as it came."""
+
+    def __init__(self, answer: Answer | Replay, editor: StreamEditor, tap: UsageTap | None) -> None:
+        self._answer, self._editor, self._tap = answer, editor, tap
+        self._ended: UpstreamError | bool = False
+        self.status = answer.status
+        self.headers = [field for field in answer.headers if field[0] != b"content-length"]
+
+    async def next(self) -> bytes:
+        while not self._ended:
+            try:
+                piece = await self._answer.next()
+            except UpstreamError as error:
+                self._ended = error
+            else:
+                self._ended = not piece
+                if self._tap is not None and piece:
+                    self._tap = fed(self._tap, piece)
+            if edited := self._editor.end() if self._ended else self._editor.feed(piece):
+                return edited
+        if isinstance(self._ended, UpstreamError):
+            raise self._ended
+        return b""
+
+    def close(self) -> None:
+        self._answer.close()
+
+
+async def with_usage_raised(answer: Answer | Replay, saved: int, tap: UsageTap | None) -> Replay:
+    """A plain answer, read whole, whose usage counts `saved` prompt tokens more; a very long one stays as it came.
+
+    The tap, which reads the answer as it came, must be fed no more. Raises UpstreamError.
+    """
+    replay = await Replay.whole(answer, WHOLE)
+    text = replay.text
+    if text is not None:
+        if tap is not None:
+            fed(tap, text)
+        with OURS:
+            raised = with_more_prompt(text, saved)
+            replay.become(raised)
+            length = (b"content-length", b"%d" % len(raised))
+            replay.headers = [length if field[0] == b"content-length" else field for field in replay.headers]
+    return replay
+
+
 def fed(tap: UsageTap, chunk: bytes) -> UsageTap | None:
     """The tap after a chunk; none when it broke: no answer ends because we cannot read it."""
     with OURS:
@@ -103,7 +161,7 @@ def _has_event(pieces: list[bytes]) -> bool:
     return any(line.startswith(b"data:") and line[5:].strip() not in (b"", b"[DONE]") for line in whole)
 
 
-def may_be_too_long(decision: Decision, answer: Answer) -> bool:
+def may_be_too_long(decision: Decision, answer: Answer | Replay) -> bool:
     """Whether a stream that began well may still turn out to be a refusal of the prompt's length."""
     if decision.forwarded is None or answer.status != 200 or "event-stream" not in header(answer.headers, b"content-type"):
         return False

@@ -28,7 +28,7 @@ from proxy.compaction.validation import rules_for
 from proxy.compactor import Compactor, Marks
 from proxy.config import Config, Log
 from proxy.discovery import Discoverer
-from proxy.endpoints import Proxy
+from proxy.endpoints import Options, Proxy
 from proxy.errors import ConfigError
 from proxy.metrics import Metrics
 from proxy.pricing import cost_of
@@ -144,6 +144,16 @@ def _summarizer(config: Config, upstream: Upstream) -> Upstream:
     )
 
 
+def build_options(config: Config) -> Options:
+    """What is done beyond the messages."""
+    compaction = config.compaction
+    return Options(
+        clamp_max_tokens=compaction.clamp_max_tokens,
+        ask_usage=compaction.stream_usage == "inject",
+        original_usage=compaction.usage_report == "original",
+    )
+
+
 def build_worker(config: Config, folder: Path) -> tuple[ASGIApp, ASGIApp]:
     """The two apps in one of several processes. folder: where they share their figures."""
     configure_logging(config.log)
@@ -170,6 +180,7 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
         body_timeout=config.server.body_timeout,
         client_keys=config.client_keys,
         discover=discoverer.notice if config.compaction.discovery else lambda _: None,
+        options=build_options(config),
     )
 
     @asynccontextmanager

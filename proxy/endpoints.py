@@ -9,25 +9,58 @@ import asyncio
 import hmac
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from proxy.answers import REFUSALS, Replay, compact_answer, error_event, fed, may_be_too_long, refuse, reply, told
+from proxy.answers import (
+    REFUSALS,
+    Edited,
+    Replay,
+    compact_answer,
+    error_event,
+    fed,
+    may_be_too_long,
+    refuse,
+    reply,
+    told,
+    with_usage_raised,
+)
 from proxy.arrivals import Body, Headers, Receive, Scope, Send, Upload, header, while_client_stays
 from proxy.compactor import Compactor, Decision, Wish, read_wish
 from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, record_of, tell
 from proxy.metrics import ANY, CHAT, COMPACT, Metrics
+from proxy.overflow import Overflow
 from proxy.summarizers.redaction import credentials
 from proxy.upstream import Answer, Upstream
 from proxy.wire import chat_completions, encodings
+from proxy.wire.fields import with_less_output, with_usage_asked
 from proxy.wire.sse import UsageTap
+from proxy.wire.usage import StreamEditor
 
 T = TypeVar("T")
 
 COMPACT_PATH = "/v1/compact"
 REWRITTEN = frozenset({b"content-encoding", b"content-md5", b"digest", b"content-digest"})
 """Request headers that speak of bytes which a compacted body no longer has."""
+UNKNOWN_FIELD = frozenset({400, 422})
+"""Statuses under which upstreams say that they do not know a field."""
+SILENT_MODELS = 256
+"""Models remembered as not taking the question for usage; clients choose the names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be done beyond the messages, all of it off by default.
+
+    clamp_max_tokens: an answer's length that does not fit beside the prompt is lowered, once the upstream has said so.
+    ask_usage: streams are asked to tell their usage, which is taken out again. original_usage: usage in answers counts what
+    was saved, too.
+    """
+
+    clamp_max_tokens: bool = False
+    ask_usage: bool = False
+    original_usage: bool = False
 
 
 class Proxy:
@@ -46,11 +79,14 @@ class Proxy:
         body_timeout: float = 30.0,
         client_keys: Sequence[str] = (),
         discover: Callable[[Headers], None] = lambda _: None,
+        options: Options | None = None,
     ) -> None:
         self._upstream, self._compactor, self._metrics = upstream, compactor, metrics
         self._max_body_bytes, self._body_timeout = max_body_bytes, body_timeout
         self._client_keys = tuple(key.encode() for key in client_keys)
         self._discover = discover
+        self._options = options or Options()
+        self._silent: dict[str | None, None] = {}  # models that do not take the question for usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -149,6 +185,8 @@ class Proxy:
         """Decide, forward, recover from an overflow, stream back."""
         exchange.decision = await self._decide(scope, pieces, wish)
         counting = self._count_meanwhile(exchange.decision)
+        if self._options.ask_usage:
+            self._ask_usage(exchange, scope, pieces)
         answer: Answer | Replay
         try:
             answer = await self._send(exchange, scope, pieces)
@@ -158,12 +196,14 @@ class Proxy:
             if counting is not None:
                 counting.cancel()
         try:
+            if exchange.asked_usage and answer.status in UNKNOWN_FIELD:
+                answer = await self._unasked(exchange, scope, pieces, await Replay.whole(answer))
             if answer.status in REFUSALS:
                 answer = await Replay.whole(answer)
             elif may_be_too_long(exchange.decision, answer):
                 answer = await Replay.begun(answer)
             if isinstance(answer, Replay):
-                answer = await self._recover(exchange, scope, answer)
+                answer = await self._recover(exchange, scope, pieces, answer)
             await self._stream(exchange, answer, send)
         finally:
             answer.close()
@@ -217,8 +257,11 @@ class Proxy:
     async def _send(self, exchange: Exchange, scope: Scope, body: Body) -> Answer:
         """The upstream's answer as far as its head."""
         headers: Headers = scope["headers"]
-        if exchange.decision.body is not None:
-            headers, body = [field for field in headers if field[0] not in REWRITTEN], (exchange.decision.body,)
+        instead = exchange.body
+        if instead is not None:
+            headers, body = [field for field in headers if field[0] not in REWRITTEN], (instead,)
+        if exchange.asked_usage:  # what is compressed could not be edited on its way
+            headers = [field for field in headers if field[0] != b"accept-encoding"]
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
         exchange.sent_at = time.perf_counter()
         try:
@@ -226,54 +269,115 @@ class Proxy:
         finally:
             exchange.upstream_seconds += time.perf_counter() - exchange.sent_at
 
-    async def _recover(self, exchange: Exchange, scope: Scope, first: Replay) -> Answer | Replay:
-        """The answer to a second, smaller try when the first was refused for its length; else the first, untouched."""
+    def _ask_usage(self, exchange: Exchange, scope: Scope, pieces: Sequence[bytes]) -> None:
+        """Has a stream tell its usage, where its client did not ask and the model is not known to refuse the question."""
         decision = exchange.decision
-        harder = await self._safely(self._after_refusal(exchange, first), None)
-        if harder is None:
+        exchange.altered, exchange.asked_usage = None, False
+        if decision.request is None or decision.outcome == "shadow" or decision.model in self._silent:
+            return
+        with OURS:
+            if decision.request.stream:
+                plain = self._as_forwarded(decision, pieces, header(scope["headers"], b"content-encoding"))
+                exchange.altered = with_usage_asked(plain, decision.request.fields)
+                exchange.asked_usage = exchange.altered is not None
+
+    async def _unasked(self, exchange: Exchange, scope: Scope, pieces: Sequence[bytes], first: Replay) -> Answer | Replay:
+        """The answer to the request as it came, when asking for usage was what the upstream refused."""
+        if b"stream_options" not in (first.text or b"") and b"include_usage" not in (first.text or b""):
             return first
-        exchange.overflow, exchange.decision = "retried_failed", harder
+        if len(self._silent) >= SILENT_MODELS:
+            self._silent.clear()
+        self._silent[exchange.decision.model] = None
+        exchange.altered, exchange.asked_usage = None, False
+        first.close()
+        return await self._send(exchange, scope, pieces)
+
+    async def _recover(self, exchange: Exchange, scope: Scope, pieces: Sequence[bytes], first: Replay) -> Answer | Replay:
+        """The answer to a second, smaller try when the first was refused for its length; else the first, untouched."""
+        was = exchange.decision, exchange.altered, exchange.asked_usage
+        if not await self._safely(self._retries(exchange, scope, pieces, first), False):
+            exchange.decision, exchange.altered, exchange.asked_usage = was
+            return first
+        exchange.overflow = "retried_failed"
         try:
             second = await self._send(exchange, scope, ())
         except UpstreamError as error:
-            exchange.decision, exchange.upstream_error = decision, error.reason
+            exchange.decision, exchange.altered, exchange.asked_usage = was
+            exchange.upstream_error = error.reason
             return first
         if second.status >= 400:
             second.close()
-            exchange.decision = decision
+            exchange.decision, exchange.altered, exchange.asked_usage = was
             return first
         exchange.overflow = "retried_ok"
         first.close()
         return second
 
-    async def _after_refusal(self, exchange: Exchange, first: Replay) -> Decision | None:
-        """Learns from a refusal; what to try next, None when it was none or nothing can be done."""
+    async def _retries(self, exchange: Exchange, scope: Scope, pieces: Sequence[bytes], first: Replay) -> bool:
+        """Learns from a refusal; whether there is something else to try, which the exchange then holds."""
         decision = exchange.decision
         refused = first.refusal(decision)
         if refused is None:
-            return None
+            return False
         exchange.overflow = "returned"
         if decision.model is not None:
             self._compactor.learned.refused(decision.model, refused)
-        if refused.kind != "prompt" or decision.outcome in ("bypassed", "shadow") or decision.reason == "disabled":
-            return None
-        return await self._compactor.harder(decision, refused)
+        if decision.outcome in ("bypassed", "shadow") or decision.reason == "disabled":
+            return False
+        if refused.kind == "max_tokens" and self._options.clamp_max_tokens:
+            return self._clamps(exchange, scope, pieces, refused)
+        harder = await self._compactor.harder(decision, refused) if refused.kind == "prompt" else None
+        if harder is None:
+            return False
+        exchange.decision = harder
+        if exchange.asked_usage:
+            self._ask_usage(exchange, scope, ())
+        return True
+
+    def _clamps(self, exchange: Exchange, scope: Scope, pieces: Sequence[bytes], refused: Overflow) -> bool:
+        """Whether the answer's length could be lowered to what the upstream says is left beside the prompt."""
+        request = exchange.decision.request
+        if request is None or refused.limit is None or refused.input is None or not refused.exact or refused.of_prompt:
+            return False
+        plain = exchange.altered
+        if plain is None:
+            plain = self._as_forwarded(exchange.decision, pieces, header(scope["headers"], b"content-encoding"))
+        lowered = with_less_output(plain, request.fields, refused.limit - refused.input)
+        exchange.altered = lowered if lowered is not None else exchange.altered
+        return lowered is not None
+
+    async def _edited(self, exchange: Exchange, answer: Answer | Replay, tap: UsageTap) -> Answer | Replay | Edited:
+        """The answer with its usage as the client is to see it; the same answer when there is nothing to do to it."""
+        saved = exchange.saved if self._options.original_usage else 0
+        if not saved and not exchange.asked_usage:
+            return answer
+        kind, plain = header(answer.headers, b"content-type"), not header(answer.headers, b"content-encoding")
+        edited: Answer | Replay | Edited = answer
+        if plain and "event-stream" in kind:
+            edited = Edited(answer, StreamEditor(saved=saved, without_usage=exchange.asked_usage), tap)
+        elif plain and saved and "json" in kind:
+            edited = await with_usage_raised(answer, saved, tap)
+        if saved:
+            exchange.beside.append((b"x-compaction-usage", b"upstream" if edited is answer else b"original"))
+        return edited
 
     async def _stream(self, exchange: Exchange, answer: Answer | Replay, send: Send) -> None:
         """The answer, chunk by chunk as it comes. One that breaks off never gets a clean end."""
         kind, coding = header(answer.headers, b"content-type"), header(answer.headers, b"content-encoding")
         chat = exchange.endpoint == CHAT
         tap = UsageTap(kind, coding) if chat and answer.status < 300 else None
-        headers = answer.headers + told(exchange.decision) if chat else answer.headers
+        source: Answer | Replay | Edited = answer if tap is None else await self._edited(exchange, answer, tap)
+        feeding = tap if source is answer else None  # an edited answer is read as it came
+        headers = source.headers + told(exchange.decision) + exchange.beside if chat else source.headers
         exchange.status, exchange.answering = answer.status, True
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         last = b"\n\n"
         try:
-            while chunk := await answer.next():
+            while chunk := await source.next():
                 if exchange.first_chunk_at is None:
                     exchange.first_chunk_at = time.perf_counter()
-                if tap is not None:
-                    tap = fed(tap, chunk)
+                if feeding is not None:
+                    feeding = fed(feeding, chunk)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 last = chunk
         except UpstreamError as error:

@@ -24,11 +24,15 @@ log = structlog.get_logger("proxy")
 
 
 class Exchange:
-    """What one request has come to so far: the facts that its record is made of."""
+    """What one request has come to so far: the facts that its record is made of.
+
+    altered: the body to send in place of the decision's, with other fields than its messages changed. asked_usage: usage was
+    asked for in the client's place. beside: further response headers.
+    """
 
     __slots__ = (
-        "aborted", "answering", "decision", "endpoint", "first_chunk_at", "gone", "overflow", "sent_at", "started", "status",
-        "upstream_error", "upstream_seconds", "usage",
+        "aborted", "altered", "answering", "asked_usage", "beside", "decision", "endpoint", "first_chunk_at", "gone", "overflow",
+        "sent_at", "started", "status", "upstream_error", "upstream_seconds", "usage",
     )  # fmt: skip
 
     def __init__(self, endpoint: str) -> None:
@@ -40,11 +44,25 @@ class Exchange:
         self.status = LEFT
         self.answering = False
         self.decision = Decision("none", "not_chat")
+        self.altered: bytes | None = None
+        self.asked_usage = False
+        self.beside: list[tuple[bytes, bytes]] = []
         self.usage = Usage()
         self.overflow: str | None = None
         self.upstream_error: str | None = None
         self.gone = False
         self.aborted = False
+
+    @property
+    def body(self) -> bytes | None:
+        """What is forwarded in place of the body that came; None: as it came."""
+        return self.decision.body if self.altered is None else self.altered
+
+    @property
+    def saved(self) -> int:
+        """Prompt tokens that came and were not forwarded."""
+        before, forwarded = self.decision.before, self.decision.forwarded
+        return max(before - forwarded, 0) if before is not None and forwarded is not None else 0
 
 
 class _Ours:
