@@ -21,8 +21,8 @@ MORE_ERRORS_SHARE, MORE_ERRORS = 0.06, 30
 CONSTRAINTS_SHARE = 0.15
 CARRIED_SHARE, LONGEST_CARRIED = 0.15, 200
 """Unresolved errors of an earlier summary, and the characters that one may take."""
-FILES_SHARE = 0.06
-"""Files that were edited."""
+FILES_SHARE, FILES_TOKENS = 0.06, 160
+"""Files that were edited: of the room, but at least so many tokens where that is not more than an eighth of it."""
 NOTES_SHARE = 0.03
 """Next step, decisions, resolved errors: what the lines of the digest mostly show anyway."""
 
@@ -140,7 +140,7 @@ def errors_room(room: float) -> float:
 
 
 def _notes(book: Ledger, carried: Ledger, room: float, ruler: Ruler) -> list[Quote]:
-    purse = _Purse(ruler, FILES_SHARE * room)
+    purse = _Purse(ruler, max(FILES_SHARE * room, min(FILES_TOKENS, room / 8)))
     now = {use.path: use for use in book.files if use.edited}
     old = [now[use.path] for use in carried.files if use.path in now]
     files = [use for use in dict.fromkeys((*old, *reversed(now.values()))) if purse.pays(_file_line(use))]
