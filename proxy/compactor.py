@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +22,7 @@ from proxy.checkpoints.chain import Chain, Digests, chain, namespace
 from proxy.checkpoints.checkpoint import Checkpoint
 from proxy.checkpoints.resume import Decide, Refusals, Replayed, decision_points, replay, resume, rule
 from proxy.checkpoints.resume import Decision as Event
+from proxy.checkpoints.thaw import Thaws
 from proxy.checkpoints.trail import Move, Trail
 from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.pipeline import compact
@@ -194,6 +196,7 @@ class Compactor:
         self._cache = chat_completions.MessageCache()
         self._prefixes = Prefixes()
         self._digests = Digests()
+        self._thaws = Thaws(self._cache.get)
         self._refusals = Refusals()
         self._trail = Trail()
         self._summaries = summaries
@@ -529,7 +532,10 @@ class _Walk:
         self.stop: Callable[[], bool] = lambda: False
         self.reason: str | None = None
         self.tried: CompactionResult | None = None
-        self._points = decision_points(measured.request.conversation, linked.cuts)
+
+    @cached_property
+    def _points(self) -> tuple[int, ...]:
+        return decision_points(self.measured.request.conversation, self.chain.cuts)
 
     def from_here(self, found: tuple[int, Checkpoint] | None) -> _Walk:
         """The same walk from what the store knows now."""
@@ -545,7 +551,7 @@ class _Walk:
     def before(self) -> Conversation:
         """What would be forwarded without any further event."""
         came = self.measured.request.conversation
-        return (resume(came, self.found[1], self._compactor._cache.get) if self.found is not None else None) or came
+        return (resume(came, self.found[1], self._compactor._thaws) if self.found is not None else None) or came
 
     def standing(self, seed: bytes, checkpoint: Checkpoint | None) -> Standing:
         """Where the request stands behind this checkpoint."""
@@ -574,7 +580,7 @@ class _Walk:
             rule(conversation, self.steady, compactor._marks.min_gain),
             found=self.found,
             force=self.mode == "force",
-            parse=compactor._cache.get,
+            thaws=compactor._thaws,
             refusals=compactor._refusals,
             stop=self.stop,
             model=self.measured.model,

@@ -11,11 +11,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from proxy.conversation import RESULT_ROLES, Conversation, Message
+from proxy.conversation import RESULT_ROLES, Conversation, Message, Messages
 from proxy.wire.chat_completions import write_message
 
 SIZE = 32
@@ -87,11 +87,24 @@ def chain(conversation: Conversation, seed: bytes, digests: Digests | None = Non
     """The keys of a history at every place where it may be cut: after whole steps, with no call pending."""
     get = (digests or Digests(0)).get
     messages, start = conversation.messages, len(conversation.preamble)
-    cuts: list[int] = []
-    keys: list[bytes] = []
-    key, at, total = seed, start, len(messages)
-    # the steps of the conversation, walked by hand: this loop runs over the whole history of every request
+    name = ("chain", seed, start)
+    noted: _Noted | None = None
+    if isinstance(messages, Messages):
+        if (whole := messages.note(name)) is not None:
+            return cast(_Noted, whole).chain
+        noted = messages.noted_of_base(name)
+    total = len(messages)
+    if noted is None:
+        cuts, keys, key, at = [], [], seed, start
+    else:
+        # the last step of the earlier request may have got more results meanwhile
+        cuts, keys, key, at = list(noted.chain.cuts), list(noted.chain.keys), noted.key, noted.at
+        if cuts and cuts[-1] > at - start:
+            del cuts[-1], keys[-1]
+    begun = (at, key)
+    # the steps of the conversation, walked by hand: this loop runs over what is new of every request
     while at < total:
+        begun = (at, key)
         said, calls = get(messages[at])
         results = 0
         if calls:
@@ -103,7 +116,19 @@ def chain(conversation: Conversation, seed: bytes, digests: Digests | None = Non
         if calls <= results and not (at < total and messages[at].role in RESULT_ROLES):
             cuts.append(at - start)
             keys.append(key)
-    return Chain(tuple(cuts), tuple(keys))
+    made = Chain(tuple(cuts), tuple(keys))
+    if isinstance(messages, Messages):
+        messages.keep(name, _Noted(made, *begun))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A chain, and where its last step begins with which key, from which a longer history goes on."""
+
+    chain: Chain
+    at: int
+    key: bytes
 
 
 def keys(conversation: Conversation, seed: bytes, digests: Digests | None = None) -> list[bytes]:

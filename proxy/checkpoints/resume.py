@@ -8,20 +8,26 @@ So a proxy that lost its store, or never saw the conversation, comes to the same
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from proxy.checkpoints.chain import Chain, digest
 from proxy.checkpoints.checkpoint import Checkpoint
+from proxy.checkpoints.thaw import Thaws, is_paired
 from proxy.compaction import CompactionResult, Stop
-from proxy.conversation import Conversation, Message, Step, ToolResult
+from proxy.conversation import Conversation, Message, Messages, Step
 from proxy.errors import Unreadable
+from proxy.tokens.chat import ChatRuler
 from proxy.windows import Budget
 from proxy.wire import slices
-from proxy.wire.chat_completions import read_message, write_message
+from proxy.wire.chat_completions import write_message
 
-Parse = Callable[[bytes], Message]
-"""A message from its JSON: `read_message`, or a MessageCache's `get`. May raise Unreadable."""
+RULES = 8
+"""Rules whose cost of one replacement is remembered: a conversation has one or two models."""
+
+COUNTED = ("response_format", "thinking")
+"""Fields of a request that change what its messages cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +36,14 @@ class Rule:
 
     fixed: what every request carries besides its history: preamble, tools, priming. cost: of whole steps. trigger: an event
     is due above it. min_gain: so many new tokens must have come since the last event, or the last try, before the next.
+    name: what two rules have in common that find the same cost for everything; None where that is not known.
     """
 
     fixed: int
     cost: Callable[[Sequence[Message]], int]
     trigger: int
     min_gain: int
+    name: Hashable = None
 
     def size(self, conversation: Conversation) -> int:
         """Tokens of a whole request: what is held against the trigger."""
@@ -46,7 +54,13 @@ def rule(conversation: Conversation, budget: Budget, min_gain: int | None = None
     """The rule of a request under its budget. min_gain: 2 % of the window, at least 1,024 tokens, where it is not set."""
     ruler = budget.ruler
     least = max(budget.window // 50, 1_024) if min_gain is None else min_gain
-    return Rule(ruler.total(conversation.preamble), lambda step: ruler.total(step) - ruler.fixed, budget.trigger, least)
+    return Rule(
+        ruler.total(conversation.preamble),
+        lambda step: ruler.total(step) - ruler.fixed,
+        budget.trigger,
+        least,
+        (ruler.rules, ruler.calibration, ruler.fixed, *map(ruler.fields.get, COUNTED)) if isinstance(ruler, ChatRuler) else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,21 +127,19 @@ def decision_points(conversation: Conversation, cuts: Sequence[int]) -> tuple[in
     return (*points, total) if total else ()
 
 
-def resume(conversation: Conversation, checkpoint: Checkpoint, parse: Parse = read_message) -> Conversation | None:
+def resume(conversation: Conversation, checkpoint: Checkpoint, thaws: Thaws | None = None) -> Conversation | None:
     """The conversation with its beginning replaced: live preamble, replacement, live rest. None when that would not be legal."""
     messages, start = conversation.messages, len(conversation.preamble)
     cut = start + checkpoint.cut
     if checkpoint.cut <= 0 or cut > len(messages) or not _is_boundary(messages, start, cut):
         return None
     try:
-        replacement = tuple(parse(raw) for raw in checkpoint.replacement)
+        thawed = (thaws or Thaws()).get(checkpoint)
     except Unreadable:
         return None
-    if not _is_paired(replacement) and _is_paired(messages[start:cut]):
+    if not thawed.is_paired and is_paired(messages[start:cut]):
         return None
-    if len(messages) - start < checkpoint.seen and not _leaves_live(messages, cut, replacement):
-        return None
-    return Conversation((*conversation.preamble, *replacement, *messages[cut:]))
+    return Conversation(thawed.grown((*conversation.preamble, *thawed.messages, *messages[cut:])))
 
 
 def _is_boundary(messages: Sequence[Message], start: int, cut: int) -> bool:
@@ -239,7 +251,7 @@ def replay(
     *,
     found: tuple[int, Checkpoint] | None = None,
     force: bool = False,
-    parse: Parse = read_message,
+    thaws: Thaws | None = None,
     refusals: Refusals | None = None,
     stop: Stop = lambda: False,
     model: str = "",
@@ -252,7 +264,7 @@ def replay(
     trigger cost one addition each.
     """
     start = len(conversation.preamble)
-    walk = _Walk(conversation, chain, rule, parse, found)
+    walk = _Walk(conversation, chain, rule, thaws or Thaws(), found)
     made: list[tuple[bytes, Checkpoint]] = []
     points = decision_points(conversation, chain.cuts)
     live: Decision | None = None
@@ -294,12 +306,15 @@ class _Walk:
     """Going through the points of one history: the checkpoint in force, and from which size on an event is due."""
 
     def __init__(
-        self, conversation: Conversation, chain: Chain, rule: Rule, parse: Parse, found: tuple[int, Checkpoint] | None
+        self, conversation: Conversation, chain: Chain, rule: Rule, thaws: Thaws, found: tuple[int, Checkpoint] | None
     ) -> None:
-        self._conversation, self._rule, self._parse = conversation, rule, parse
+        self._conversation, self._rule, self._thaws = conversation, rule, thaws
         self.key: bytes | None = None
         self.checkpoint: Checkpoint | None = None
-        if found is not None and chain.cuts[found[0]] == found[1].cut and resume(conversation, found[1], parse) is not None:
+        self._whole: Conversation | None = None
+        if found is not None and chain.cuts[found[0]] == found[1].cut:
+            self._whole = resume(conversation, found[1], thaws)
+        if found is not None and self._whole is not None:
             self.key, self.checkpoint = chain.keys[found[0]], found[1]
         self._total = len(conversation.messages) - len(conversation.preamble)
         self._sums = self._added_up(chain.cuts, self.checkpoint.cut if self.checkpoint else 0)
@@ -330,29 +345,51 @@ class _Walk:
 
     def adopt(self, key: bytes, checkpoint: Checkpoint) -> None:
         """From here on this checkpoint is in force."""
-        self.key, self.checkpoint = key, checkpoint
+        self.key, self.checkpoint, self._whole = key, checkpoint, None
         self._stand_on(checkpoint)
 
     def forwarded(self, history: Conversation) -> Conversation:
         """What is sent for this history."""
         if self.checkpoint is None:
             return history
-        return resume(history, self.checkpoint, self._parse) or history
+        if history is self._conversation and self._whole is not None:
+            return self._whole
+        return resume(history, self.checkpoint, self._thaws) or history
 
     def _added_up(self, cuts: Sequence[int], first: int) -> dict[int, int]:
         """Tokens from the cut `first` up to every later cut, and to the end."""
         messages, start = self._conversation.messages, len(self._conversation.preamble)
-        sums, at, total = {first: 0}, first, 0
-        for cut in (*cuts[bisect_right(cuts, first) :], self._total):
+        name = ("sums", self._rule.name, first, start)
+        known: dict[int, int] | None = None
+        if isinstance(messages, Messages) and self._rule.name is not None:
+            if (noted := messages.note(name)) is not None:
+                return cast(dict[int, int], noted)
+            known = messages.noted_of_base(name)
+        sums = {first: 0}
+        # what stood at the end of the last request may have been half of a step
+        for cut in cuts[bisect_right(cuts, first) :]:
+            if known is None or cut not in known:
+                break
+            sums[cut] = known[cut]
+        at = next(reversed(sums))
+        total = sums[at]
+        for cut in (*cuts[bisect_right(cuts, at) :], self._total):
             if cut > at:
                 total += self._rule.cost(messages[start + at : start + cut])
                 sums[cut] = total
                 at = cut
+        if isinstance(messages, Messages) and self._rule.name is not None:
+            messages.keep(name, sums)
         return sums
 
     def _stand_on(self, checkpoint: Checkpoint) -> None:
-        replacement = Conversation(tuple(self._parse(raw) for raw in checkpoint.replacement))
-        replaced = sum(self._rule.cost(step.messages) for step in (*_alone(replacement.preamble), *replacement.steps))
+        thawed = self._thaws.get(checkpoint)
+        replaced = thawed.costs.get(self._rule.name)
+        if replaced is None or self._rule.name is None:
+            stands = Conversation(thawed.messages)
+            replaced = sum(self._rule.cost(step.messages) for step in (*_alone(stands.preamble), *stands.steps))
+            if len(thawed.costs) < RULES:
+                thawed.costs[self._rule.name] = replaced
         self._base = self._rule.fixed + replaced - self._sums[checkpoint.cut]
         self._done = max(checkpoint.cut, checkpoint.seen)
         self._due = max(self._rule.trigger, checkpoint.tokens_after + self._rule.min_gain - 1)
@@ -373,13 +410,3 @@ def _common_tail(one: Sequence[Message], other: Sequence[Message]) -> int:
             break
         count += 1
     return count
-
-
-def _is_paired(messages: Sequence[Message]) -> bool:
-    """Every call is answered right after it, every result answers one: ids where there are any, else numbers."""
-    for step in Conversation(tuple(messages)).steps:
-        wanted = sorted(call.id or "" for call in step.head.calls)
-        given = sorted(part.call_id or "" for message in step.results for part in message.parts if isinstance(part, ToolResult))
-        if step.head.is_result or len(wanted) != len(given) or (all(wanted) and all(given) and wanted != given):
-            return False
-    return True

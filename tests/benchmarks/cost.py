@@ -30,6 +30,7 @@ from builders import agent_session
 from proxy import tokens
 from proxy.checkpoints.chain import Digests, chain, namespace
 from proxy.checkpoints.resume import Checkpoint, Decision, Refusals, replay, rule
+from proxy.checkpoints.thaw import Thaws
 from proxy.compaction.pipeline import compact
 from proxy.compaction.strategies import build
 from proxy.conversation import Conversation, Message, ToolResult
@@ -124,7 +125,8 @@ def masked(message: Message) -> Message:
 
 def checkpoints(budget: Budget) -> Policy:
     """Events with the real layers, frozen and resumed as the proxy does."""
-    layers, held, digests, parsed, refusals = build("ladder"), dict[bytes, Checkpoint](), Digests(), MessageCache(), Refusals()
+    layers, held, digests, refusals = build("ladder"), dict[bytes, Checkpoint](), Digests(), Refusals()
+    thaws = Thaws(MessageCache().get)
 
     def decide(before: Conversation, checkpoint: Checkpoint | None, waiting: bool) -> Decision | None:
         result = compact(before, budget, layers)
@@ -133,7 +135,7 @@ def checkpoints(budget: Budget) -> Policy:
     def policy(conversation: Conversation) -> Conversation:
         keys = chain(conversation, SEED, digests)
         found = next(((i, held[keys.keys[i]]) for i in range(len(keys.keys) - 1, -1, -1) if keys.keys[i] in held), None)
-        done = replay(conversation, keys, decide, rule(conversation, budget), found=found, parse=parsed.get, refusals=refusals)
+        done = replay(conversation, keys, decide, rule(conversation, budget), found=found, thaws=thaws, refusals=refusals)
         for key, checkpoint in done.made:
             held.setdefault(key, checkpoint)
         return done.conversation

@@ -13,6 +13,7 @@ from proxy.checkpoints import Checkpoint
 from proxy.checkpoints.chain import Digests, chain, namespace
 from proxy.checkpoints.memory import MemoryStore
 from proxy.checkpoints.resume import Decision, Refusals, Replayed, Rule, decision_points, replay, resume, rule, unmarked
+from proxy.checkpoints.thaw import Thaws
 from proxy.compaction import CompactionResult
 from proxy.compaction.pipeline import compact
 from proxy.compaction.strategies import build
@@ -73,18 +74,14 @@ class Proxy:
 
     def __init__(self, decide, make_rule=small_rule):
         self.decide, self.make_rule = decide, make_rule
-        self.store, self.digests, self.cache, self.refusals = (
-            MemoryStore(ttl=9e9, max_bytes=1 << 28),
-            Digests(),
-            MessageCache(),
-            Refusals(),
-        )
+        self.store, self.digests, self.cache = MemoryStore(ttl=9e9, max_bytes=1 << 28), Digests(), MessageCache()
+        self.refusals, self.thaws = Refusals(), Thaws(self.cache.get)
 
     async def request(self, messages):
         seen = Conversation(tuple(self.cache.get(json.dumps(message).encode()) for message in messages))
         keys = chain(seen, SEED, self.digests)
         found = await self.store.get_longest(keys.keys)
-        done = replay(seen, keys, self.decide, self.make_rule(seen), found=found, parse=self.cache.get, refusals=self.refusals)
+        done = replay(seen, keys, self.decide, self.make_rule(seen), found=found, thaws=self.thaws, refusals=self.refusals)
         for key, checkpoint in done.made:
             await self.store.put_if_absent(key, checkpoint)
         return done

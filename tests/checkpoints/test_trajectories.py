@@ -7,6 +7,7 @@ import pytest
 from proxy import tokens
 from proxy.checkpoints.chain import Digests, chain, namespace
 from proxy.checkpoints.resume import Decision, Refusals, replay, rule
+from proxy.checkpoints.thaw import Thaws
 from proxy.compaction.pipeline import compact
 from proxy.compaction.strategies import build
 from proxy.compaction.validation import violations
@@ -29,6 +30,7 @@ class Proxy:
     def __init__(self, window, held=None):
         self.budget, self.held = budget_of(window), held if held is not None else {}
         self.digests, self.cache, self.refusals = Digests(), MessageCache(), Refusals()
+        self.thaws = Thaws(self.cache.get)
 
     def decide(self, before, checkpoint, waiting):
         result = compact(before, self.budget, LAYERS)
@@ -38,7 +40,7 @@ class Proxy:
         seen = Conversation(tuple(map(self.cache.get, raws)))
         keys = chain(seen, SEED, self.digests)
         found = next(((i, self.held[k]) for i, k in reversed(list(enumerate(keys.keys))) if k in self.held), None)
-        done = replay(seen, keys, self.decide, rule(seen, self.budget), found=found, parse=self.cache.get, refusals=self.refusals)
+        done = replay(seen, keys, self.decide, rule(seen, self.budget), found=found, thaws=self.thaws, refusals=self.refusals)
         for key, checkpoint in done.made:
             self.held.setdefault(key, checkpoint)
         assert violations(done.conversation) - violations(seen) == {}
