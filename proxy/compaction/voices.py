@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from proxy.conversation import Message, Step
+from proxy.conversation import Step
 
 Voice = Literal["request", "observation", "notice", "assistant", "instruction", "results"]
 """request: a person asks. observation: output of the world, in a user message. notice: what a client's machinery put in."""
@@ -81,8 +81,3 @@ def is_text_agent(steps: Sequence[Step]) -> bool:
 
 def _has_several_speakers(steps: Sequence[Step]) -> bool:
     return len({step.head.name for step in steps if step.head.name is not None}) >= 1
-
-
-def is_output(message: Message, voice: Voice) -> bool:
-    """True for text that a tool, a terminal, a browser or another agent's run produced."""
-    return message.is_result or voice == "observation"
