@@ -30,7 +30,10 @@ from proxy.config import Config, Log
 from proxy.discovery import Discoverer
 from proxy.endpoints import Options, Proxy
 from proxy.errors import ConfigError
+from proxy.explain import Explanations
+from proxy.explain_pages import explain_routes
 from proxy.metrics import Metrics
+from proxy.notify import Notifier
 from proxy.pricing import cost_of
 from proxy.server import Draining
 from proxy.summarizers import Completer
@@ -39,6 +42,7 @@ from proxy.summarizers.background import Background, Terms
 from proxy.summarizers.call import Caller, Settings
 from proxy.summarizers.kimi import KimiSummarizer
 from proxy.summarizers.redaction import origin
+from proxy.telling import Explainer
 from proxy.upstream import Upstream
 from proxy.windows import Windows, built_in
 
@@ -154,6 +158,21 @@ def build_options(config: Config) -> Options:
     )
 
 
+def build_notifier(config: Config, metrics: Metrics) -> Notifier | None:
+    """Who tells the webhook, None without one."""
+    given = config.notify
+    if given.webhook is None:
+        return None
+    return Notifier(
+        given.webhook,
+        metrics.observe_notice,
+        timeout=given.timeout_s,
+        attempts=given.attempts,
+        backoff=given.backoff_s,
+        waiting=given.waiting,
+    )
+
+
 def build_worker(config: Config, folder: Path) -> tuple[ASGIApp, ASGIApp]:
     """The two apps in one of several processes. folder: where they share their figures."""
     configure_logging(config.log)
@@ -172,6 +191,9 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
     summarizer = _summarizer(config, api)
     compactor = build_compactor(config, windows, store, build_summaries(config, windows, metrics, summarizer))
     discoverer = Discoverer(api, root, windows)
+    explanations = Explanations(config.explain.max_bytes) if config.explain.enabled else None
+    explainer = None if explanations is None else Explainer(explanations, full_text=config.explain.full_text)
+    notifier = build_notifier(config, metrics)
     proxy = Proxy(
         api,
         compactor,
@@ -181,6 +203,8 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
         client_keys=config.client_keys,
         discover=discoverer.notice if config.compaction.discovery else lambda _: None,
         options=build_options(config),
+        explainer=explainer,
+        notify=None if notifier is None else notifier.notice,
     )
 
     @asynccontextmanager
@@ -196,6 +220,10 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
             sharing.cancel()
             metrics.share()
         await discoverer.aclose()
+        if notifier is not None:
+            await notifier.aclose()
+        if explainer is not None:
+            explainer.close()
         await compactor.aclose()
         for server in dict.fromkeys((api, root, summarizer)):
             await server.aclose()
@@ -217,7 +245,8 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
         ]
         return {"version": __version__, "windows": {"learned": windows.learned(time.monotonic())}, "calibration": calibration}
 
-    return Application(outer, admin_app(metrics, ready=ready, extras=extras), metrics, compactor)
+    pages = () if explanations is None else explain_routes(explanations, token=config.explain.token)
+    return Application(outer, admin_app(metrics, ready=ready, extras=extras, routes=pages), metrics, compactor)
 
 
 def model_names(config: Config) -> list[str]:

@@ -447,10 +447,11 @@ class Compactor:
         resumed = measured.ruler.total(replayed.resumed.messages)
         reports = [LayerReport("checkpoint", before, resumed)] if resumed < before else []
         critical = CriticalItems()
+        stages: tuple[tuple[str, Conversation], ...] = (("checkpoint", replayed.resumed),)
         if replayed.live is not None:
             reports += _rescaled(replayed.live.result.reports, resumed, after)
-            critical = replayed.live.result.critical
-        result = CompactionResult(replayed.conversation, before, after, tuple(reports), critical)
+            critical, stages = replayed.live.result.critical, (*stages, *replayed.live.result.stages)
+        result = CompactionResult(replayed.conversation, before, after, tuple(reports), critical, stages=stages)
         decision = self._applied(measured, before, result, mode)
         if replayed.live is not None or replayed.made:
             layers = result.layers if replayed.live is not None else _layers(replayed)

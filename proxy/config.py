@@ -19,7 +19,7 @@ import yaml
 from proxy.errors import ConfigError
 
 PREFIX = "COMPACTION_"
-SECRETS = ("api_key", "encrypt_key", "client_keys", "admin_token")
+SECRETS = ("api_key", "encrypt_key", "client_keys", "token", "webhook")
 MASK = "***"
 
 
@@ -138,11 +138,27 @@ class Store(Settings, frozen=True):
 
 
 class Explain(Settings, frozen=True):
-    """Keeps what compactions did to recent requests, in memory. full_text: message texts unmasked."""
+    """Keeps what compactions did to recent requests, in memory. full_text: message texts unmasked.
+
+    token: who has it may look from anywhere; without one, only who comes over loopback.
+    """
 
     enabled: bool = False
     full_text: bool = False
     max_bytes: int = 32 * 1024 * 1024
+    token: str | None = None
+
+
+class Notify(Settings, frozen=True):
+    """One POST an event, figures only. webhook: URL. timeout_s: of one try. attempts, backoff_s: tries, and the wait before the
+    second, which doubles each time. waiting: notices that are kept while the receiver is slow; further ones are dropped.
+    """
+
+    webhook: str | None = None
+    timeout_s: float = 5.0
+    attempts: int = 5
+    backoff_s: float = 1.0
+    waiting: int = 256
 
 
 class Server(Settings, frozen=True):
@@ -177,6 +193,7 @@ class Config(Settings, frozen=True):
     summarizer: Summarizer = Summarizer()
     store: Store = Store()
     explain: Explain = Explain()
+    notify: Notify = Notify()
     server: Server = Server()
     log: Log = Log()
     max_body_bytes: int = 64 * 1024 * 1024
@@ -378,9 +395,16 @@ def _check_values(config: Config) -> None:
     def wrong(key: str, got: object, takes: str) -> ConfigError:
         return ConfigError(f"wrong value for `{key}`: got {got!r}; takes {takes}")
 
-    for key, url in (("upstream.url", config.upstream.url), ("summarizer.base_url", config.summarizer.base_url)):
+    urls = {
+        "upstream.url": config.upstream.url,
+        "summarizer.base_url": config.summarizer.base_url,
+        "notify.webhook": config.notify.webhook,
+    }
+    for key, url in urls.items():
         if url is not None and not _is_url(url):
-            raise wrong(key, url, "an http:// or https:// URL")
+            raise wrong(key, MASK if key == "notify.webhook" else url, "an http:// or https:// URL")
+    if config.notify.webhook is not None and "@" in urlsplit(config.notify.webhook).netloc:
+        raise wrong("notify.webhook", MASK, "a URL without a user name and password")
     compaction = config.compaction
     for key, mark in (("trigger", compaction.trigger), ("target", compaction.target)):
         if not mark > 0:
@@ -397,6 +421,11 @@ def _check_values(config: Config) -> None:
             raise wrong(key, port, "a port, 0 to 65535 (0: any free one)")
     if config.server.workers < 1:
         raise wrong("server.workers", config.server.workers, "1 or more")
+    if config.explain.enabled and config.server.workers > 1:
+        raise wrong("explain.enabled", True, "false with several workers: each would know only its own requests")
+    for key in ("timeout_s", "attempts", "backoff_s", "waiting"):
+        if not getattr(config.notify, key) > 0:
+            raise wrong(f"notify.{key}", getattr(config.notify, key), "a number above 0")
     _check_summarizer(config.summarizer, wrong)
     for key, number in (("store.ttl_s", config.store.ttl_s), ("store.max_bytes", config.store.max_bytes)):
         if number < 1:

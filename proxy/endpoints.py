@@ -28,10 +28,11 @@ from proxy.answers import (
 from proxy.arrivals import Body, Headers, Receive, Scope, Send, Upload, header, while_client_stays
 from proxy.compactor import Compactor, Decision, Wish, read_wish
 from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
-from proxy.exchange import OURS, Exchange, record_of, tell
+from proxy.exchange import OURS, Exchange, record_of
 from proxy.metrics import ANY, CHAT, COMPACT, Metrics
 from proxy.overflow import Overflow
 from proxy.summarizers.redaction import credentials
+from proxy.telling import Explainer, notice_of, tell
 from proxy.upstream import Answer, Upstream
 from proxy.wire import chat_completions, encodings
 from proxy.wire.fields import with_less_output, with_usage_asked
@@ -67,6 +68,7 @@ class Proxy:
     """The ASGI app of the proxy port.
 
     discover: told the headers of each chat request, to ask the upstream about its models when that is due; must not block.
+    notify: given each event as JSON; must not block.
     """
 
     def __init__(
@@ -80,12 +82,15 @@ class Proxy:
         client_keys: Sequence[str] = (),
         discover: Callable[[Headers], None] = lambda _: None,
         options: Options | None = None,
+        explainer: Explainer | None = None,
+        notify: Callable[[bytes], None] | None = None,
     ) -> None:
         self._upstream, self._compactor, self._metrics = upstream, compactor, metrics
         self._max_body_bytes, self._body_timeout = max_body_bytes, body_timeout
         self._client_keys = tuple(key.encode() for key in client_keys)
         self._discover = discover
         self._options = options or Options()
+        self._explainer, self._notify = explainer, notify
         self._silent: dict[str | None, None] = {}  # models that do not take the question for usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,7 +175,8 @@ class Proxy:
         except Unreadable:
             raise ClientError("the body is not a chat-completions request", code="unreadable_body", param="messages") from None
         exchange.status, exchange.answering = 200, True
-        await reply(send, 200, b"application/json", answer, told(decision))
+        self._explain(exchange)
+        await reply(send, 200, b"application/json", answer, told(decision) + exchange.beside)
 
     def _as_forwarded(self, decision: Decision, pieces: Sequence[bytes], coding: str) -> bytes:
         """The body that the upstream would read, without its codings. Raises Unreadable."""
@@ -368,6 +374,8 @@ class Proxy:
         tap = UsageTap(kind, coding) if chat and answer.status < 300 else None
         source: Answer | Replay | Edited = answer if tap is None else await self._edited(exchange, answer, tap)
         feeding = tap if source is answer else None  # an edited answer is read as it came
+        if self._explainer is not None:
+            self._explain(exchange)
         headers = source.headers + told(exchange.decision) + exchange.beside if chat else source.headers
         exchange.status, exchange.answering = answer.status, True
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -393,7 +401,18 @@ class Proxy:
                     exchange.usage = tap.usage()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    def _explain(self, exchange: Exchange) -> None:
+        """Has what was done explained, once, and tells the client under which id."""
+        if self._explainer is None or exchange.explained:
+            return
+        with OURS:
+            id = self._explainer.explain(exchange.decision)
+            if id is not None:
+                exchange.explained = True
+                exchange.beside.append((b"x-compaction-id", id.encode()))
+
     def _record(self, exchange: Exchange) -> None:
+        self._explain(exchange)
         decision, usage = exchange.decision, exchange.usage
         if exchange.endpoint == CHAT and exchange.status < 300:
             self._compactor.answered(decision, usage)
@@ -402,6 +421,8 @@ class Proxy:
             self._metrics.set_window(decision.model, decision.window.tokens, decision.budget.usable)
         if decision.is_event and decision.before:
             tell(decision)
+            if self._notify is not None:
+                self._notify(notice_of(decision, time.time()))
 
 
 Handler = Callable[[Exchange, Scope, Receive, Send], Awaitable[None]]

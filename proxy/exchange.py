@@ -1,4 +1,4 @@
-"""What one request has come to: its facts while it is served, and the record, the log line and the headers made of them."""
+"""What one request has come to: its facts while it is served, and the record made of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import structlog
 
 from proxy.compaction import CriticalItems
 from proxy.compactor import Decision
-from proxy.metrics import printable
 from proxy.pricing import cache_break_cost, cost_saved
 from proxy.records import RequestRecord, saved_by_layer
 from proxy.wire.sse import Usage
@@ -31,8 +30,8 @@ class Exchange:
     """
 
     __slots__ = (
-        "aborted", "altered", "answering", "asked_usage", "beside", "decision", "endpoint", "first_chunk_at", "gone", "overflow",
-        "sent_at", "started", "status", "upstream_error", "upstream_seconds", "usage",
+        "aborted", "altered", "answering", "asked_usage", "beside", "decision", "endpoint", "explained", "first_chunk_at", "gone",
+        "overflow", "sent_at", "started", "status", "upstream_error", "upstream_seconds", "usage",
     )  # fmt: skip
 
     def __init__(self, endpoint: str) -> None:
@@ -46,6 +45,7 @@ class Exchange:
         self.decision = Decision("none", "not_chat")
         self.altered: bytes | None = None
         self.asked_usage = False
+        self.explained = False
         self.beside: list[tuple[bytes, bytes]] = []
         self.usage = Usage()
         self.overflow: str | None = None
@@ -150,15 +150,3 @@ def _cost_broken(decision: Decision, usage: Usage) -> float | None:
 
 def saved(decision: Decision) -> tuple[tuple[str, int], ...]:
     return saved_by_layer(decision.result) if decision.result is not None and decision.layers else ()
-
-
-def tell(decision: Decision) -> None:
-    """One line an event, for people."""
-    before, after = decision.before or 0, decision.after or 0
-    share = 100 * (before - after) / before if before else 0.0
-    verb = "Context compacted" if decision.outcome == "applied" else "Context would be compacted"
-    log.info(
-        f"{verb}: {before} → {after} tokens ({share:.1f}% saved), layers {', '.join(decision.layers) or 'none'}",
-        model=printable(decision.model),
-        window=decision.budget.window if decision.budget else None,
-    )

@@ -206,6 +206,9 @@ class Metrics:
             "checkpoint_duration_seconds", "Time that a call to the checkpoint store took.", SHORT, "store", "operation"
         )
         self._store_bytes = self._gauge("checkpoint_bytes", "Size of the checkpoint store.", "store", across="max")
+        self._notices = self._counter(
+            "notifications_total", "Notices of events to the webhook, by what became of them.", "result"
+        )
         self._degraded = self._gauge(
             "tokenizer_degraded", "1 while counts of this encoding are estimates.", "encoding", across="max"
         )
@@ -225,6 +228,7 @@ class Metrics:
         self._passthrough.begin(*((reason,) for reason in PASSTHROUGH_REASONS))
         self._failures.begin(*((rule,) for rule in RULES))
         self._critical.begin(("kept",), ("repaired",), ("lost",))
+        self._notices.begin(("sent",), ("dropped",))
         self._breaks.begin(*((cause,) for cause in PREFIX_BREAKS))
         self._upstream_errors.begin(*((reason,) for reason in UPSTREAM_ERRORS))
         for model in models:
@@ -373,6 +377,11 @@ class Metrics:
             self._store.add((store, operation, result))
             if seconds is not None:
                 self._store_duration.observe((store, operation), seconds)
+
+    def observe_notice(self, result: str) -> None:
+        """What became of one notice to the webhook: `sent` or `dropped`."""
+        with self._tally.lock:
+            self._notices.add((result,))
 
     def set_checkpoint_bytes(self, store: str, size: int) -> None:
         with self._tally.lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from proxy.conversation import Conversation
@@ -53,7 +53,7 @@ class CriticalItems:
 class CompactionResult:
     """tokens_before − tokens_after == sum of `saved` over the reports. reason: why it could not reach the target, None when it
     did: `floor` (what cannot be removed is too large), `no_gain` (nothing worth while, the conversation is as it came),
-    `deadline`, `target` (smaller, but not that small)."""
+    `deadline`, `target` (smaller, but not that small). stages: (layer, conversation after it) of the layers that changed it."""
 
     conversation: Conversation
     tokens_before: int
@@ -61,6 +61,7 @@ class CompactionResult:
     reports: tuple[LayerReport, ...] = ()
     critical: CriticalItems = CriticalItems()
     reason: str | None = None
+    stages: tuple[tuple[str, Conversation], ...] = field(default=(), repr=False)
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -84,6 +84,7 @@ class _State:
     reports: tuple[LayerReport, ...] = ()
     repaired: frozenset[str] = frozenset()
     lost: frozenset[str] = frozenset()
+    stages: tuple[tuple[str, Conversation], ...] = ()
 
 
 def compact(
@@ -127,7 +128,8 @@ def _joined(first: CompactionResult, more: CompactionResult) -> CompactionResult
     """Two rounds of one event."""
     notable = [report for report in more.reports if report.saved or report.refused]
     critical = replace(first.critical, lost=first.critical.lost + more.critical.lost)
-    return replace(more, tokens_before=first.tokens_before, reports=(*first.reports, *notable), critical=critical)
+    reports, stages = (*first.reports, *notable), (*first.stages, *more.stages)
+    return replace(more, tokens_before=first.tokens_before, reports=reports, critical=critical, stages=stages)
 
 
 def compact_in_place(messages: list[Message], budget: Budget, pipeline: Sequence[Layer], **options: Any) -> CompactionResult:
@@ -236,7 +238,8 @@ class _Event:
         reports = state.reports if begin is state.conversation else self._superseded(state.reports, begin)
         start = state.tokens if begin is state.conversation else self._budget.ruler.total(begin.messages)
         report = LayerReport(layer.name, start, tokens, touched=touched(begin, made))
-        return _State(made, tokens, (*reports, report), repaired | state.repaired, frozenset(n.key for n in lost))
+        stages = (*state.stages, (layer.name, made))
+        return _State(made, tokens, (*reports, report), repaired | state.repaired, frozenset(n.key for n in lost), stages)
 
     def _mended(
         self, layer: Layer, begin: Conversation, made: Conversation, tokens: int, limit: int
@@ -307,7 +310,7 @@ class _Event:
         critical = CriticalItems(len(wanted) - lost - repaired, repaired, lost)
         if reason is None and state.tokens > self._aim:
             reason = "floor" if self._budget.target > self._aim else "target"
-        return CompactionResult(state.conversation, self._before, state.tokens, state.reports, critical, reason)
+        return CompactionResult(state.conversation, self._before, state.tokens, state.reports, critical, reason, state.stages)
 
 
 def _undone(reports: Sequence[LayerReport], tokens: int) -> tuple[LayerReport, ...]:
