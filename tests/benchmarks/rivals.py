@@ -6,7 +6,9 @@ ours. The others are written out here.
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -119,8 +121,9 @@ for line in sys.stdin:
 
 @cache
 def environment(package: str) -> Path | None:
-    """The interpreter of a fresh environment with this package; None when it cannot be installed."""
+    """The interpreter of a fresh environment with this package, gone when the benchmark ends; None when it cannot be installed."""
     folder = Path(tempfile.mkdtemp(prefix="compaction-peer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
     python = folder / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     made = subprocess.run([python, "-m", "pip", "install", "-q", package], capture_output=True, check=False)
