@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -32,6 +34,7 @@ class _Cycle(RequestResponseCycle):
 
     _head = b""
     _flusher: asyncio.Handle | None = None
+    _until_close = False
 
     async def run_asgi(self, app: Any) -> None:
         async def whole(scope: Any, receive: Any, send: Any) -> None:
@@ -39,6 +42,8 @@ class _Cycle(RequestResponseCycle):
                 await app(scope, receive, send)
             finally:
                 self._flush()
+                if self._until_close and not self.response_complete and not self.disconnected:
+                    _reset(self.transport)  # a clean end would be the end of the answer
 
         await super().run_asgi(whole)
 
@@ -74,7 +79,9 @@ class _Cycle(RequestResponseCycle):
             parts.append(b"connection: close\r\n")
             count += 1
         if self.chunked_encoding is None and self.scope["method"] != "HEAD" and not bodiless:
-            self.chunked_encoding = True
+            self._until_close = self.scope["http_version"] == "1.0"  # such a client does not know chunks
+            self.chunked_encoding = not self._until_close
+        if self.chunked_encoding:
             parts.append(b"transfer-encoding: chunked\r\n")
             count += 1
         parts.append(b"\r\n")
@@ -98,6 +105,8 @@ class _Cycle(RequestResponseCycle):
             parts = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
             if not more:
                 parts += (b"0\r\n\r\n",)
+        elif self._until_close:
+            parts = (body,) if body else ()
         else:
             self.expected_content_length -= len(body)
             if self.expected_content_length < 0:
@@ -127,6 +136,12 @@ class _Cycle(RequestResponseCycle):
         if not self.keep_alive:
             self.transport.close()
         self.on_response()
+
+
+def _reset(transport: asyncio.Transport) -> None:
+    """End the connection with an RST, which no client takes for the end of an answer."""
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
 
 
 class StrictHttp(HttpToolsProtocol):

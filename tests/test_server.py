@@ -313,6 +313,33 @@ async def test_an_answer_that_the_app_breaks_off_has_no_clean_end_and_no_traceba
     assert [record for record in caplog.records if record.name.startswith("uvicorn")] == []
 
 
+@pytest.mark.parametrize("finishes", [True, False])
+async def test_a_client_of_http_1_0_gets_no_chunks_and_no_clean_end_that_is_none(finishes: bool) -> None:
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"one", "more_body": True})
+            await asyncio.sleep(0.05)
+            await send({"type": "http.response.body", "body": b"two", "more_body": True})
+            await asyncio.sleep(0.05)
+            if finishes:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async with client(streaming) as (reader, writer):
+        raw = writer.get_extra_info("socket")
+        writer.write(b"GET / HTTP/1.0\r\n\r\n")
+        got, broken = b"", False
+        try:
+            while data := await reader.read(65536):
+                got += data
+        except ConnectionError:
+            broken = True
+        assert raw is not None
+
+    assert got == b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nonetwo"
+    assert broken is not finishes
+
+
 def test_a_port_in_use_and_an_address_that_is_not_ours_are_said_in_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
