@@ -1,4 +1,4 @@
-"""Caps on what one tool may say: each result, and all results of a step together."""
+"""Caps on what one tool may say: each result, all results of a step together, and all results of a conversation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from proxy.windows import Budget
 
 @dataclass(frozen=True, slots=True)
 class ToolResultBudget:
-    """Shortens results beyond a cap: head and tail, errors and outline, JSON as JSON. The newest step is left alone."""
+    """Shortens results beyond a cap: head and tail, errors and outline, JSON as JSON. The newest step is left alone, unless
+    it is so large that choosing what stays of it would take longer than a request waits."""
 
     per_result: int = 8_000
     """Tokens of one result."""
@@ -21,6 +22,9 @@ class ToolResultBudget:
     """Tokens of all results of one step; the largest are cut first."""
     head: float = 0.6
     """Of what is left after the important lines: the share of the beginning."""
+    per_conversation: int = 200_000
+    """Tokens of all results together, or what the window holds if that is more: no more is given to the layers that weigh each
+    line to choose what stays."""
 
     @property
     def name(self) -> str:
@@ -28,17 +32,24 @@ class ToolResultBudget:
 
     def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
         messages = list(conversation.messages)
+        said = outputs(conversation)
+        sizes = {output.index: budget.ruler.message(output.message) for output in said}
+        most = _level(list(sizes.values()), max(self.per_conversation, budget.usable))
         by_step: dict[int, list[Output]] = {}
-        for output in outputs(conversation):
-            if not output.protected:
-                by_step.setdefault(output.step, []).append(output)
+        for output in said:
+            by_step.setdefault(output.step, []).append(output)
         for group in by_step.values():
-            sizes = [budget.ruler.message(output.message) for output in group]
-            cap = min(self.per_result, _level(sizes, self.per_step))
-            for output, size in zip(group, sizes, strict=True):
-                if size > cap:
-                    messages[output.index] = capped(output.message, cap, budget.ruler, self.head)
+            cap = min(most, self.per_result, _level([sizes[output.index] for output in group], self.per_step))
+            for output in group:
+                own = most if output.protected else cap
+                if sizes[output.index] > own and (not output.protected or _has_just_come(output, conversation)):
+                    messages[output.index] = capped(output.message, own, budget.ruler, self.head)
         return conversation.with_messages(messages)
+
+
+def _has_just_come(output: Output, conversation: Conversation) -> bool:
+    """It stands in the newest step. What a person said last stays, even where it looks like output, once something follows."""
+    return output.step == len(conversation.steps) - 1
 
 
 def capped(message: Message, tokens: int, ruler: Ruler, head: float = 0.6) -> Message:

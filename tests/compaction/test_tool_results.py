@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from builders import agent_session, assistant, call, prose, tool, user
 
+from proxy.compaction import compact
+from proxy.compaction.strategies import build
 from proxy.compaction.tool_results import ToolResultBudget
 from proxy.conversation import Conversation
 from proxy.windows import Budget
@@ -99,3 +101,28 @@ def test_observations_of_a_text_agent_are_tool_output_too(talk: Talk, room: Room
     assert all(budget.ruler.message(message) <= 300 for message in made.messages[2:-1] if message.role == "user")
     assert made.messages[0] is conversation.messages[0]
     assert made.messages[-1] is conversation.messages[-1]
+
+
+def test_more_than_can_be_weighed_in_time_is_cut_even_in_the_newest_step_and_stays_json(talk: Talk, room: Room) -> None:
+    rows = json.dumps([{"id": n, "state": "failed" if n == 700 else "ok", "note": prose(6, n)} for n in range(3_000)])
+    live = [user("Look."), assistant(None, call("a", "query", sql="select")), tool("a", rows)]
+    conversation = talk([*agent_session(3)[:-1], *live])
+
+    made = ToolResultBudget(per_conversation=9_000).apply(conversation, room(5_000))
+
+    shorter = json.loads(made.messages[-1].text)
+    assert room(1).ruler.message(made.messages[-1]) <= 9_000
+    assert {"id": 700, "state": "failed", "note": prose(6, 700)} in shorter
+    assert ToolResultBudget().apply(conversation, room(5_000)) is conversation
+
+
+def test_the_layers_that_weigh_each_line_are_given_no_more_than_they_can_weigh_in_time(talk: Talk, room: Room) -> None:
+    text = "\n".join(f"row {n}: {prose(8, n)}" for n in range(3_000)) + "\nOSError: disk full"
+    conversation = talk([user("Look."), assistant(None, call("a", "bash", command="cat x")), tool("a", text)])
+    settings = {"tool_result_budget": {"per_conversation": 6_000}}
+
+    result = compact(conversation, room(4_000, target=2_000), build("ladder", layers=settings))
+
+    assert result.layers[0] == "tool_result_budget"
+    assert result.tokens_after <= 2_000
+    assert "OSError: disk full" in result.conversation.messages[-1].text
