@@ -1,18 +1,19 @@
 """The last resort: whatever it takes so that a request fits whose floor fits.
 
-From the mildest to the harshest: media of the history, the history itself, the live turn's tool results, its arguments,
-its media and reasoning, its words. Instructions and the user's last words are never touched.
+From the mildest to the harshest: media of the history, the history itself but for what must not be forgotten, the live turn's
+tool results, its arguments, its reasoning, then also the quotes that are left of the history, the live turn's media, its words.
+Instructions and the user's last words are never touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from proxy.compaction import summary
 from proxy.compaction.autocompact import folded
 from proxy.compaction.microcompact import short_call
-from proxy.compaction.outputs import outputs, with_text
+from proxy.compaction.outputs import newest_is_observation, outputs, with_text
 from proxy.compaction.shorten import SMALLEST, cut_middle
 from proxy.compaction.tool_results import capped
 from proxy.conversation import Conversation, Message, Opaque, Text, ToolCall
@@ -33,7 +34,7 @@ class Emergency:
         return "emergency"
 
     def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
-        return self.rescue(conversation, budget, newest_is_output(conversation))
+        return self.rescue(conversation, budget, newest_is_observation(conversation))
 
     def rescue(self, conversation: Conversation, budget: Budget, newest_is_output: bool) -> Conversation:
         """What `apply` does. newest_is_output: of the conversation as it came; with the history folded nobody can tell."""
@@ -62,15 +63,9 @@ def floor(conversation: Conversation, budget: Budget) -> int:
     return budget.ruler.total(_bare(conversation, budget.ruler).messages)
 
 
-def newest_is_output(conversation: Conversation) -> bool:
-    """The newest message is an observation: what a tool said, in a user message."""
-    said = outputs(conversation)
-    return bool(said) and said[-1].message is conversation.messages[-1] and not said[-1].message.is_result
-
-
 def _bare(conversation: Conversation, ruler: Ruler) -> Conversation:
     tiny = Budget(0, 0, 0, 0, 0, ruler)
-    live = newest_is_output(conversation)
+    live = newest_is_observation(conversation)
     bare = _drop_history(conversation, tiny, live)
     for stage in _LIVE:
         bare = stage(bare, tiny, live)
@@ -152,12 +147,27 @@ def _level(sizes: list[int], total: int) -> int:
 
 
 def _cut_arguments(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
-    return _each(conversation, lambda number, message: message.with_parts(_with_shortest_arguments(message)))
+    """Arguments that are left share what is left of the room; the short ones stay whole."""
+    ruler = budget.ruler
+    lengths = [len(call.arguments) for step in conversation.steps for call in step.head.calls]
+    excess = ruler.total(conversation.messages) - budget.usable
+    sizes = sum(ruler.text(call.arguments) for step in conversation.steps for call in step.head.calls)
+    limit = max(SMALLEST, _level(lengths, max(0, int(sum(lengths) * (1 - 1.1 * excess / max(1, sizes))))))
+
+    def shorter(number: int, message: Message) -> Message:
+        return message.with_parts(_with_short_arguments(message, limit)) if message.calls else message
+
+    return _each(conversation, shorter)
 
 
-def _with_shortest_arguments(message: Message) -> Iterator[Text | ToolCall | Opaque]:
+def _with_short_arguments(message: Message, limit: int) -> Iterator[Text | ToolCall | Opaque]:
     for part in message.parts:
-        yield short_call(part, SMALLEST) if isinstance(part, ToolCall) and len(part.arguments) > SMALLEST else part  # type: ignore[misc]
+        yield short_call(part, limit) if isinstance(part, ToolCall) and len(part.arguments) > limit else part  # type: ignore[misc]
+
+
+def _cut_all_arguments(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
+    """JSON does not shorten to the character: where it was not enough, as short as can be."""
+    return _cut_arguments(conversation, replace(budget, usable=0), live_output)
 
 
 def _without_reasoning(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
@@ -192,5 +202,15 @@ def _each(conversation: Conversation, change: Callable[[int, Message], Message])
     return conversation.with_messages(messages)
 
 
-_LIVE: tuple[Stage, ...] = (_cut_results, _cut_arguments, _without_reasoning, _without_media, _cut_words)
-_STAGES: tuple[Stage, ...] = (_without_old_media, _fold_some, _fold_all, _cut_results, _drop_history, *_LIVE)
+_LIVE: tuple[Stage, ...] = (_cut_results, _cut_all_arguments, _without_reasoning, _without_media, _cut_words)
+_STAGES: tuple[Stage, ...] = (
+    _without_old_media,
+    _fold_some,
+    _fold_all,
+    _cut_results,
+    _cut_arguments,
+    _cut_all_arguments,
+    _without_reasoning,
+    _drop_history,
+    *_LIVE,
+)

@@ -6,11 +6,24 @@ words, and what came back stands in *user* messages (observations). Both are tre
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from proxy.compaction.voices import voices
 from proxy.conversation import Conversation, Message, Part, Step, Text, ToolCall, ToolResult
+
+_INTERFACE = re.compile(r"\b(?:command[ -]line|terminal|shell|bash|special interface|sandbox|jupyter|repl)\b", re.IGNORECASE)
+_ACTION = re.compile(r"```|<(?:execute|function|tool|invoke|bash|cmd|run)\w*\b", re.IGNORECASE)
+_BEGINNING = re.compile(
+    r"\s*(?:<(?:returncode|output|stdout|stderr|observation|tool_response|execution|result)\w*>|observation:|execution result\b|"
+    r"\[file: |exit ?code\b|command (?:output|executed|timed out)\b)",
+    re.IGNORECASE,
+)
+_END = re.compile(
+    r"\n(?:\(current directory: [^\n]*\)\s*\n\S{0,20}[$#>]|(?:<returncode>|\[?exit code:? |\[command finished)[^\n]*)\s*\Z",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,33 @@ def outputs(conversation: Conversation) -> tuple[Output, ...]:
     """Every tool result and every observation, in order."""
     observed = frozenset(i for i, voice in enumerate(voices(conversation.steps)) if voice == "observation")
     return tuple(_outputs(conversation, observed, conversation.protected))
+
+
+def newest_is_observation(conversation: Conversation) -> bool:
+    """The newest message is what a tool said, in a user message: nobody has asked for anything in it."""
+    said = outputs(conversation)
+    if said and said[-1].message is conversation.messages[-1] and not said[-1].message.is_result:
+        return True
+    return _is_first_observation(conversation)
+
+
+def _is_first_observation(conversation: Conversation) -> bool:
+    """The same of a text agent that has only begun, which `voices` cannot tell yet.
+
+    It takes all of: instructions that speak of a shell; each of the assistant's turns an action; the message right after one;
+    and the frame that harnesses put around what a command printed. A person's message is never taken for one.
+    """
+    if len(conversation.steps) < 3 or conversation.messages[-1].role != "user":
+        return False
+    heads = [step.head for step in conversation.steps]
+    if any(head.calls or head.is_result or head.name is not None for head in heads) or heads[-2].role != "assistant":
+        return False
+    text = conversation.messages[-1].text
+    return (
+        all(_ACTION.search(head.text) for head in heads if head.role == "assistant")
+        and (_BEGINNING.match(text) is not None or _END.search(text[-600:]) is not None)
+        and any(_INTERFACE.search(message.text) for message in conversation.preamble)
+    )
 
 
 def with_text(message: Message, text: str) -> Message:

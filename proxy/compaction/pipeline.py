@@ -11,12 +11,15 @@ from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.collapse import repair as mend
-from proxy.compaction.emergency import Emergency, floor, newest_is_output
+from proxy.compaction.emergency import Emergency, floor
 from proxy.compaction.folding import in_turns
 from proxy.compaction.merging import Auto, Digested, MergedTurns
+from proxy.compaction.outputs import newest_is_observation
 from proxy.compaction.snip import Snip
+from proxy.compaction.tool_results import ToolResultBudget
 from proxy.compaction.validation import OPENAI, Needle, Rules, broken, missing, needles, violations
 from proxy.conversation import Conversation, Message, Text, ToolResult
+from proxy.tokens import Ruler
 from proxy.windows import Budget
 
 Repair = Callable[[Conversation, Sequence[str], Budget], Conversation]
@@ -28,6 +31,7 @@ _SLACK = 0.2  # of the target: above the floor, when the floor comes near the ta
 _HEAVY = 0.3  # of what the rest of the floor leaves of the target: from here on layers may shorten the newest output
 _SPARE = 16  # tokens
 _MENDINGS = 3
+_MANY = 2_000  # messages: from here on there is time for one more try, so it is given room enough
 _ROUNDS = 2  # more, where the target was not met: what the next event would still gain is gained in this one
 _GAIN = 0.95  # of what came: where it fits anyway, less is not worth the prompt cache that every change costs
 _NEAR = 1.1  # times the target: not worth losing what a milder layer has kept
@@ -77,6 +81,42 @@ def is_last_resort(layer: Layer) -> bool:
     return isinstance(layer, Emergency)
 
 
+class _Stopped(Exception):
+    """Raised out of a layer in the middle of its work, by the ruler that it measures with."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """A ruler that asks before each measure whether there is still time. Layers do nothing long without measuring, and so stay
+    functions of what they are given: they end early or come to the same."""
+
+    ruler: Ruler
+    stop: Stop
+
+    @property
+    def fixed(self) -> int:
+        return self.ruler.fixed
+
+    def text(self, text: str) -> int:
+        self._ask()
+        return self.ruler.text(text)
+
+    def message(self, message: Message) -> int:
+        self._ask()
+        return self.ruler.message(message)
+
+    def total(self, messages: Sequence[Message]) -> int:
+        self._ask()
+        return self.ruler.total(messages)
+
+    def cold_bytes(self, messages: Sequence[Message], enough: int | None = None) -> int:
+        return self.ruler.cold_bytes(messages, enough)
+
+    def _ask(self) -> None:
+        if self.stop():
+            raise _Stopped
+
+
 @dataclass(frozen=True, slots=True)
 class _State:
     conversation: Conversation
@@ -111,7 +151,12 @@ def compact(
         before = budget.ruler.total(conversation.messages)
         if before <= aim:
             return CompactionResult(conversation, before, before)
-        return _Event(conversation, before, budget, aim, rules, repair, hard).run(pipeline, stop)
+        asking = replace(budget, ruler=_Asking(budget.ruler, stop))
+        try:
+            event = _Event(conversation, before, asking, aim, rules, repair, hard)
+        except _Stopped:
+            return CompactionResult(conversation, before, before, reason="deadline")
+        return event.run(pipeline, stop)
 
     result = once(conversation)
     for _ in range(_ROUNDS):
@@ -176,23 +221,37 @@ class _Event:
                 state = _noted(state, layer, skipped="not_worth_it")
                 continue
             begin = source if starts_over(layer) and lossy else state.conversation
-            after = self._try(layer, begin, state)
-            if is_lossless(layer):
-                source = after.conversation if not lossy else layer.apply(source, self._budget)
-            elif after is not state and after.conversation is not state.conversation:
+            try:
+                after = self._try(layer, begin, state)
+                if is_lossless(layer) and lossy:
+                    source = layer.apply(source, self._budget)
+            except _Stopped:
+                return self._result(state, "deadline")
+            if not lossy and (is_lossless(layer) or self._must_shrink(layer)):
+                source = after.conversation
+            elif after.conversation is not state.conversation and not is_lossless(layer):
                 lossy = True
             state = after
         return self._result(state, None)
 
-    def _applied(self, layer: Layer, begin: Conversation) -> Conversation:
+    def _must_shrink(self, layer: Layer) -> bool:
+        """There is more than the layers that start over could weigh in time: they start from what this one leaves."""
+        return isinstance(layer, ToolResultBudget) and self._before > max(layer.per_conversation, self._budget.usable)
+
+    def _applied(self, layer: Layer, begin: Conversation, room: int | None = None) -> Conversation:
+        """What the layer makes of it. room: tokens, in place of those that it aims at."""
+        budget = self._budget
         if isinstance(layer, Emergency):
-            live = newest_is_output(self._came)
-            made = layer.rescue(begin, self._budget, live)
-            if self._budget.ruler.total(made.messages) <= self._budget.usable:
-                return made
-            # What milder layers have written may itself be in the way: from what came, the floor can be reached.
-            return min(made, layer.rescue(self._came, self._budget, live), key=lambda c: self._budget.ruler.total(c.messages))
-        return layer.apply(begin, self._budget)
+            budget = budget if room is None else replace(budget, usable=room)
+            live = newest_is_observation(self._came)
+            made = layer.rescue(begin, budget, live)
+            if budget.ruler.total(made.messages) > budget.usable:
+                # What milder layers have written may itself be in the way: from what came, the floor can be reached.
+                other = layer.rescue(self._came, budget, live)
+                made = min(made, other, key=lambda c: budget.ruler.total(c.messages))
+        else:
+            made = layer.apply(begin, budget if room is None else replace(budget, target=room))
+        return self._turned(made)
 
     def _not_worth_it(self, layer: Layer, tokens: int) -> bool:
         """The harshest layers do not run for the last few tokens."""
@@ -207,7 +266,7 @@ class _Event:
     def _try(self, layer: Layer, begin: Conversation, state: _State) -> _State:
         """The state after one layer, or the state before it with a report that says why not."""
         budget = self._budget
-        made = self._turned(self._applied(layer, begin))
+        made = self._applied(layer, begin)
         tokens = budget.ruler.total(made.messages) if made is not begin else state.tokens
         if made is begin or made is state.conversation:
             return _noted(state, layer, skipped="nothing_to_do")
@@ -249,18 +308,19 @@ class _Event:
         A layer that had filled its room is asked again for a little less, so that the quotes find theirs. Where not all of
         them fit below `limit` tokens, those that matter most go first.
         """
-        wanted, target, ruler = self._needles or (), self._budget.target, self._budget.ruler
-        room = target
+        wanted, ruler = self._needles or (), self._budget.ruler
+        goal = limit if is_last_resort(layer) else self._budget.target
+        room = goal
         for _ in range(_MENDINGS):
             lost = missing(wanted, made)
             if not lost:
                 return made, tokens, [], frozenset()
             mended = self._mend(made, [needle.quote for needle in lost])
             size = ruler.total(mended.messages)
-            if size <= target or tokens > target or not starts_over(layer):
+            if size <= goal or tokens > goal or not (starts_over(layer) or is_last_resort(layer)):
                 break
-            room -= size - target + _SPARE
-            made = self._turned(layer.apply(begin, replace(self._budget, target=room)))
+            room -= (size - tokens if len(begin.messages) > _MANY else size - goal) + _SPARE
+            made = self._applied(layer, begin, room)
             tokens = ruler.total(made.messages)
         lost = missing(wanted, made)
         quotes = [needle.quote for needle in lost]
@@ -336,7 +396,7 @@ def _newest_is_heavy(conversation: Conversation, budget: Budget) -> bool:
     kept = [i for i in conversation.protected if i != newest]
     rest = ruler.total(conversation.preamble) + sum(ruler.message(m) for i in kept for m in conversation.steps[i].messages)
     live = [m for m in conversation.steps[-1].messages if m.is_result]
-    if newest_is_output(conversation):
+    if newest_is_observation(conversation):
         live = [conversation.messages[-1]]
     return sum(map(ruler.message, live)) > _HEAVY * max(budget.target - rest, (budget.usable - rest) // 2)
 

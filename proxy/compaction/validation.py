@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from proxy.compaction import summary
-from proxy.compaction.outputs import outputs
+from proxy.compaction.outputs import newest_is_observation, outputs
 from proxy.conversation import Conversation, Message, Opaque, Step, Text, ToolCall, ToolResult
 
 # --- structure ------------------------------------------------------------------------------------------------------
@@ -138,13 +138,14 @@ def _keeps_live_turn(before: Conversation, after: Conversation, may_change: bool
         return not after.messages
     if not after.messages or before.messages[-1].role != after.messages[-1].role:
         return False
+    newest = before.steps[-1].messages if before.steps else ()
+    last_user = before.steps[before.last_user].head if before.last_user is not None else None
+    # What is live may be a summary of ours, or an observation that has just come in: nobody's last words.
+    mine = last_user is None or (may_change and (last_user is before.messages[-1] or summary.is_summary(last_user)))
+    if not mine and not any(message is last_user for message in after.messages):
+        return False
     if not may_change:
-        last_user = before.steps[before.last_user].head if before.last_user is not None else None
-        newest = before.steps[-1].messages if before.steps else ()
-        kept = {id(message) for message in after.messages}
-        return (last_user is None or id(last_user) in kept) and _same_objects(
-            newest, after.messages[len(after.messages) - len(newest) :]
-        )
+        return _same_objects(newest, after.messages[len(after.messages) - len(newest) :])
     return _call_ids(before.steps[-1:]) == _call_ids(after.steps[-1:])
 
 
@@ -253,6 +254,8 @@ def _candidates(conversation: Conversation) -> Iterator[Needle]:
     heads = [step.head for step in reversed(conversation.steps)]
     summaries = [message for message in heads if summary.is_summary(message)]
     observed.update(map(id, summaries))
+    if newest_is_observation(conversation):
+        observed.add(id(conversation.messages[-1]))
     people = [message for message in heads if message.role == "user" and id(message) not in observed]
     yield from _conclusion(conversation)
     for message in summaries:

@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from builders import agent_session, assistant, call, prose, tool, user
 
 from proxy.compaction import compact
 from proxy.compaction.emergency import Emergency, floor
+from proxy.compaction.strategies import build
 from proxy.conversation import Conversation, Opaque
 from proxy.windows import Budget
 
@@ -116,6 +118,32 @@ def test_a_live_observation_of_a_text_agent_is_output_and_can_be_cut(talk: Talk,
     assert room(1).ruler.total(made.messages) <= 800
     assert made.messages[-1].role == "user"
     assert made.messages[-1].text.startswith("OBSERVATION:")
+
+
+SHELL = {"role": "system", "content": "You work in a shell. Answer with one command in a ```bash block."}
+ACTION = assistant("I look.\n```bash\ncat part_0.txt\n```")
+
+
+@pytest.mark.parametrize(
+    ("system", "action", "printed", "is_cut"),
+    [
+        (SHELL, ACTION, "<returncode>0</returncode>\n<output>\n" + prose(3_000), True),
+        (SHELL, ACTION, prose(3_000) + "\n(Open file: n/a)\n(Current directory: /app)\nbash-$", True),
+        (SHELL, ACTION, "Here is the log of our server, what is wrong with it?\n" + prose(3_000), False),
+        (SHELL, assistant("Which file?"), "OBSERVATION:\n" + prose(3_000), False),
+        ({"role": "system", "content": "Be kind."}, ACTION, "OBSERVATION:\n" + prose(3_000), False),
+    ],
+)
+def test_the_first_observation_of_an_evident_text_agent_can_be_cut_and_a_persons_words_never(
+    talk: Talk, room: Room, system: dict[str, Any], action: dict[str, Any], printed: str, is_cut: bool
+) -> None:
+    conversation = talk([system, user("Find the sum."), action, user(printed)])
+
+    result = compact(conversation, room(1_500, target=700), build("ladder"))
+
+    assert (result.tokens_after <= 1_500) is is_cut
+    assert (result.conversation.messages[-1] is conversation.messages[-1]) is not is_cut
+    assert result.critical.lost == 0
 
 
 def test_reasoning_is_on_all_that_stays_or_on_none(talk: Talk, room: Room) -> None:

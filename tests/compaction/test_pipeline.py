@@ -185,17 +185,51 @@ def test_a_layer_that_loses_facts_that_cannot_be_put_back_is_refused(talk: Talk,
 
 def test_a_deadline_between_layers_keeps_what_was_done(talk: Talk, room: Room) -> None:
     conversation = talk(agent_session(40))
+    passed: list[int] = []
+
+    def late(conversation: Conversation) -> Conversation:
+        passed.append(1)
+        return conversation
+
+    result = run(conversation, room(20_000, target=900), *EAGER[:3], Doing(late), *EAGER[3:], stop=lambda: bool(passed))
+
+    assert result.reason == "deadline"
+    assert [report.layer for report in result.reports] == ["tool_result_budget", "snip", "microcompact", "doing"]
+    assert result.tokens_after < result.tokens_before
+
+
+@pytest.mark.parametrize("layer", [layer for layer in build("ladder") if layer.name not in ("snip", "auto_compact")])
+def test_a_deadline_inside_a_layer_ends_it(talk: Talk, room: Room, layer: Layer) -> None:
+    conversation = talk(agent_session(40))
     asked: list[int] = []
 
     def stop() -> bool:
         asked.append(1)
-        return len(asked) > 3
+        return bool(measured) and len(asked) > measured[0] // 2
 
-    result = compact(conversation, room(20_000, target=900), EAGER, stop=stop)
+    measured: list[int] = []
+    run(conversation, room(1_200, target=900), layer, stop=stop)
+    measured.append(len(asked))
+    asked.clear()
+    result = run(conversation, room(1_200, target=900), layer, stop=stop)
 
     assert result.reason == "deadline"
-    assert [report.layer for report in result.reports] == ["tool_result_budget", "snip", "microcompact"]
-    assert result.tokens_after < result.tokens_before
+    assert result.conversation is conversation
+    assert len(asked) <= measured[0] // 2 + 2
+
+
+def test_long_arguments_are_cut_before_what_must_not_be_forgotten(talk: Talk, room: Room) -> None:
+    wrote = assistant(None, call("w", "write_file", path="app/new.py", content=prose(2_000)))
+    conversation = talk([*agent_session(14)[:-1], user("Write it."), wrote, tool("w", "Written.")])
+
+    result = compact(conversation, room(1_500, target=700), LADDER)
+
+    text = "\n".join(message.text for message in result.conversation.messages)
+    assert result.tokens_after <= 1_500
+    assert result.critical.lost == 0
+    assert "ModuleNotFoundError: No module named 'loader_core'" in text
+    assert "Never touch the migrations." in text
+    assert len(result.conversation.messages[-2].calls[0].arguments) > 1_500
 
 
 def test_a_floor_beyond_the_window_forwards_as_it_came(talk: Talk, room: Room) -> None:
