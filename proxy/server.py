@@ -147,6 +147,7 @@ class _Pair:
         if self.draining.active:
             self._force.set()
         self.draining.active = True
+        self._proxy.refuse()  # before anybody can read that we drain
         self.stop.set()
 
     async def drain(self, seconds: float) -> None:
