@@ -34,19 +34,17 @@ def explained() -> Explanation:
     body = json.dumps({"model": "gpt-4o", "messages": replay.made_up(3, steps=24)}).encode()
     request = chat_completions.read(body, chat_completions.MessageCache().get)
     budget = Budget(16_000, 4_000, 12_000, 9_600, 5_400, tokens.ruler("gpt-4o", request.fields))
-    layers = build("ladder")
-    # What it is like after each layer: the same event, with the layers up to that one
-    runs = [compact(request.conversation, budget, layers[: count + 1]) for count in range(len(layers))]
+    result = compact(request.conversation, budget, build("ladder"))
     return explain(
         "0123456789abcdef",
         at=1_767_225_600,
         model="gpt-4o",
         outcome="applied",
-        reason=runs[-1].reason,
+        reason=result.reason,
         before=request.conversation,
-        result=runs[-1],
+        result=result,
         budget=budget,
-        stages=[(layer.name, run.conversation) for layer, run in zip(layers, runs, strict=True)],
+        stages=result.stages,
         full_text=True,
     )
 

@@ -7,12 +7,13 @@ import dataclasses
 import ipaddress
 import logging
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -46,8 +47,13 @@ from proxy.telling import Explainer
 from proxy.upstream import Upstream
 from proxy.windows import Windows, built_in
 
+if TYPE_CHECKING:
+    from proxy.tracing import Tracing
+
 SHARE_SECONDS = 0.5
 """Between two times that a worker's figures are put where the others find them."""
+CLOSE_SECONDS = 1.0
+"""What the last spans get to be handed over."""
 WARM_ENCODING = "o200k_base"
 """Loaded before the first request comes: most models use it."""
 
@@ -173,6 +179,27 @@ def build_notifier(config: Config, metrics: Metrics) -> Notifier | None:
     )
 
 
+def build_tracing(config: Config) -> Tracing | None:
+    """Who makes the spans, None without tracing. Raises ConfigError where the packages are missing."""
+    given = config.tracing
+    if not given.enabled:
+        return None
+    try:
+        from proxy.tracing import Tracing
+    except ImportError as error:
+        raise ConfigError(
+            f"tracing.enabled needs packages that are not installed ({error.name}): pip install 'compaction-proxy[otel]'"
+        ) from None
+    return Tracing(config.upstream.url, endpoint=given.endpoint, sample=given.sample, service=given.service)
+
+
+async def _closed(tracing: Tracing) -> None:
+    """Hands over the last spans, and does not wait for a receiver that is not there."""
+    closing = threading.Thread(target=tracing.close, daemon=True)  # a pool's threads would be waited for at the end
+    closing.start()
+    await asyncio.to_thread(closing.join, CLOSE_SECONDS)
+
+
 def build_worker(config: Config, folder: Path) -> tuple[ASGIApp, ASGIApp]:
     """The two apps in one of several processes. folder: where they share their figures."""
     configure_logging(config.log)
@@ -193,7 +220,7 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
     discoverer = Discoverer(api, root, windows)
     explanations = Explanations(config.explain.max_bytes) if config.explain.enabled else None
     explainer = None if explanations is None else Explainer(explanations, full_text=config.explain.full_text)
-    notifier = build_notifier(config, metrics)
+    notifier, tracing = build_notifier(config, metrics), build_tracing(config)
     proxy = Proxy(
         api,
         compactor,
@@ -205,6 +232,7 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
         options=build_options(config),
         explainer=explainer,
         notify=None if notifier is None else notifier.notice,
+        tracing=tracing,
     )
 
     @asynccontextmanager
@@ -224,6 +252,8 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
             await notifier.aclose()
         if explainer is not None:
             explainer.close()
+        if tracing is not None:
+            await _closed(tracing)
         await compactor.aclose()
         for server in dict.fromkeys((api, root, summarizer)):
             await server.aclose()

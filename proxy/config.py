@@ -161,6 +161,17 @@ class Notify(Settings, frozen=True):
     waiting: int = 256
 
 
+class Tracing(Settings, frozen=True):
+    """Spans for OpenTelemetry; needs the extra `otel`. endpoint: of an OTLP receiver over HTTP (…/v1/traces), by default what
+    OTEL_EXPORTER_OTLP_ENDPOINT says. sample: share of the traces that begin here. service: the name that they come under.
+    """
+
+    enabled: bool = False
+    endpoint: str | None = None
+    sample: float = 1.0
+    service: str = "compaction-proxy"
+
+
 class Server(Settings, frozen=True):
     """Ports and patience. drain_timeout, header_timeout, body_timeout: seconds. client_keys: who may use the proxy, if set."""
 
@@ -194,6 +205,7 @@ class Config(Settings, frozen=True):
     store: Store = Store()
     explain: Explain = Explain()
     notify: Notify = Notify()
+    tracing: Tracing = Tracing()
     server: Server = Server()
     log: Log = Log()
     max_body_bytes: int = 64 * 1024 * 1024
@@ -399,6 +411,7 @@ def _check_values(config: Config) -> None:
         "upstream.url": config.upstream.url,
         "summarizer.base_url": config.summarizer.base_url,
         "notify.webhook": config.notify.webhook,
+        "tracing.endpoint": config.tracing.endpoint,
     }
     for key, url in urls.items():
         if url is not None and not _is_url(url):
@@ -426,6 +439,8 @@ def _check_values(config: Config) -> None:
     for key in ("timeout_s", "attempts", "backoff_s", "waiting"):
         if not getattr(config.notify, key) > 0:
             raise wrong(f"notify.{key}", getattr(config.notify, key), "a number above 0")
+    if not 0 <= config.tracing.sample <= 1:
+        raise wrong("tracing.sample", config.tracing.sample, "a share, 0 to 1")
     _check_summarizer(config.summarizer, wrong)
     for key, number in (("store.ttl_s", config.store.ttl_s), ("store.max_bytes", config.store.max_bytes)):
         if number < 1:

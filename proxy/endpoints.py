@@ -10,7 +10,7 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from proxy.answers import (
     REFUSALS,
@@ -32,12 +32,15 @@ from proxy.exchange import OURS, Exchange, record_of
 from proxy.metrics import ANY, CHAT, COMPACT, Metrics
 from proxy.overflow import Overflow
 from proxy.summarizers.redaction import credentials
-from proxy.telling import Explainer, notice_of, tell
+from proxy.telling import Explainer, notice_of, span_event, tell
 from proxy.upstream import Answer, Upstream
 from proxy.wire import chat_completions, encodings
 from proxy.wire.fields import with_less_output, with_usage_asked
 from proxy.wire.sse import UsageTap
 from proxy.wire.usage import StreamEditor
+
+if TYPE_CHECKING:
+    from proxy.tracing import Tracing
 
 T = TypeVar("T")
 
@@ -84,13 +87,14 @@ class Proxy:
         options: Options | None = None,
         explainer: Explainer | None = None,
         notify: Callable[[bytes], None] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self._upstream, self._compactor, self._metrics = upstream, compactor, metrics
         self._max_body_bytes, self._body_timeout = max_body_bytes, body_timeout
         self._client_keys = tuple(key.encode() for key in client_keys)
         self._discover = discover
         self._options = options or Options()
-        self._explainer, self._notify = explainer, notify
+        self._explainer, self._notify, self._tracing = explainer, notify, tracing
         self._silent: dict[str | None, None] = {}  # models that do not take the question for usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,6 +111,9 @@ class Proxy:
     async def _serve(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send, handle: Handler) -> None:
         """One request, however it ends: answered, refused, broken off or left by its client."""
         with self._metrics.inflight(exchange.endpoint):
+            if self._tracing is not None and exchange.endpoint == CHAT:
+                with OURS:
+                    exchange.trace = self._tracing.begin(scope["headers"], scope["path"])
             try:
                 with OURS:
                     await self._handled(exchange, scope, receive, send, handle)
@@ -269,11 +276,18 @@ class Proxy:
         if exchange.asked_usage:  # what is compressed could not be edited on its way
             headers = [field for field in headers if field[0] != b"accept-encoding"]
         target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        if exchange.trace is not None:
+            with OURS:
+                headers = exchange.trace.sends(headers, exchange.decision.model)
         exchange.sent_at = time.perf_counter()
         try:
-            return await self._upstream.forward(scope["method"].encode(), target, headers, body)
+            answer = await self._upstream.forward(scope["method"].encode(), target, headers, body)
         finally:
             exchange.upstream_seconds += time.perf_counter() - exchange.sent_at
+        if exchange.trace is not None:
+            with OURS:
+                exchange.trace.answered(answer.status)
+        return answer
 
     def _ask_usage(self, exchange: Exchange, scope: Scope, pieces: Sequence[bytes]) -> None:
         """Has a stream tell its usage, where its client did not ask and the model is not known to refuse the question."""
@@ -416,7 +430,10 @@ class Proxy:
         decision, usage = exchange.decision, exchange.usage
         if exchange.endpoint == CHAT and exchange.status < 300:
             self._compactor.answered(decision, usage)
-        self._metrics.record(record_of(exchange))
+        record = record_of(exchange)
+        self._metrics.record(record)
+        if exchange.trace is not None:
+            exchange.trace.end(record, usage.model, span_event(decision))
         if decision.model is not None and decision.budget is not None and decision.window is not None:
             self._metrics.set_window(decision.model, decision.window.tokens, decision.budget.usable)
         if decision.is_event and decision.before:

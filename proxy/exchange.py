@@ -7,6 +7,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -15,6 +16,9 @@ from proxy.compactor import Decision
 from proxy.pricing import cache_break_cost, cost_saved
 from proxy.records import RequestRecord, saved_by_layer
 from proxy.wire.sse import Usage
+
+if TYPE_CHECKING:
+    from proxy.tracing import Trace
 
 LEFT = 499
 """The status under which a request counts whose client left before it had one."""
@@ -26,12 +30,12 @@ class Exchange:
     """What one request has come to so far: the facts that its record is made of.
 
     altered: the body to send in place of the decision's, with other fields than its messages changed. asked_usage: usage was
-    asked for in the client's place. beside: further response headers.
+    asked for in the client's place. beside: further response headers. trace: its spans, when tracing is on.
     """
 
     __slots__ = (
         "aborted", "altered", "answering", "asked_usage", "beside", "decision", "endpoint", "explained", "first_chunk_at", "gone",
-        "overflow", "sent_at", "started", "status", "upstream_error", "upstream_seconds", "usage",
+        "overflow", "sent_at", "started", "status", "trace", "upstream_error", "upstream_seconds", "usage",
     )  # fmt: skip
 
     def __init__(self, endpoint: str) -> None:
@@ -46,6 +50,7 @@ class Exchange:
         self.altered: bytes | None = None
         self.asked_usage = False
         self.explained = False
+        self.trace: Trace | None = None
         self.beside: list[tuple[bytes, bytes]] = []
         self.usage = Usage()
         self.overflow: str | None = None
@@ -123,6 +128,7 @@ def record_of(exchange: Exchange) -> RequestRecord:
         stream_abort=exchange.aborted,
         cost_saved=_cost_saved(decision, usage),
         cost_broken=_cost_broken(decision, usage),
+        trace_id=exchange.trace.trace_id if exchange.trace is not None else None,
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import structlog
@@ -91,6 +92,20 @@ def notice_of(decision: Decision, at: float) -> bytes:
         "layers": [{"layer": layer, "saved": tokens} for layer, tokens in saved(decision)],
     }
     return msgspec.json.encode(told)
+
+
+def span_event(decision: Decision) -> dict[str, Any] | None:
+    """A compaction as an event of its request's span; None when there was none."""
+    if not decision.is_event or decision.before is None or decision.after is None:
+        return None
+    parts = saved(decision)
+    return {
+        "compaction.outcome": decision.outcome,
+        "compaction.tokens_before": decision.before,
+        "compaction.tokens_after": decision.after,
+        "compaction.layers": [layer for layer, _ in parts],
+        "compaction.layers_saved": [tokens for _, tokens in parts],
+    }
 
 
 def tell(decision: Decision) -> None:
