@@ -340,7 +340,7 @@ class _Connection(asyncio.Protocol):
 
     def is_quiet(self) -> bool:
         """Whether no byte and no end of file waits in the socket, unseen by the loop so far."""
-        return not self.lost and not self.probe.poll(0)
+        return self._living() is not None and not self.probe.poll(0)
 
     def abort(self) -> None:
         if self.upload is not None and not self.upload.done():
@@ -444,7 +444,8 @@ class Sockets:
             for connection in made:  # a dial that was cancelled or lost the race may have got its socket
                 if connection is not connected:
                     connection.abort()
-        self._open.add(connected)
+        if not connected.lost:  # it may have ended meanwhile, and would never be forgotten
+            self._open.add(connected)
         return connected
 
     async def _dial(self, origin: Origin, make: Callable[[], _Connection]) -> _Connection:
