@@ -62,10 +62,13 @@ class Model(Settings, frozen=True):
 class Compaction(Settings, frozen=True):
     """trigger, target: fractions of usable, or tokens when > 1. timeout_ms: after that a request goes on as it came.
 
-    layers: settings of each layer by its name. reserve, margin: output reserve and safety margin when the model says none.
-    discovery: ask the upstream's /models for windows. shadow: measure what would be done, forward untouched.
-    role: of the summary message. templates: further rules that a result must keep (see the README). prompt_cache: `aware` puts an
+    layers: settings of each layer by its name. min_gain: tokens that an event must save, by default 2 % of the window and at
+    least 1,024. discovery: ask the upstream's /models for windows. shadow: measure what would be done, forward untouched.
+    templates: what the upstream's chat template asks of a result beyond the API's own rules. prompt_cache: `aware` puts an
     event off that nothing forces while it would cost more than it saves; `ignore` does not ask.
+    clamp_max_tokens: an answer's length that does not fit beside the prompt is lowered once the upstream has said what is left.
+    stream_usage: `inject` asks streams for their usage and takes the extra chunk out again. usage_report: `original` has usage in
+    uncompressed answers count what was saved, too.
     """
 
     enabled: bool = True
