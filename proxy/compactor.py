@@ -20,7 +20,7 @@ from proxy import __version__
 from proxy.checkpoints import CheckpointStore, open_store
 from proxy.checkpoints.chain import Chain, Digests, chain, namespace
 from proxy.checkpoints.checkpoint import Checkpoint
-from proxy.checkpoints.resume import Decide, Refusals, Replayed, decision_points, replay, resume, rule
+from proxy.checkpoints.resume import Decide, Refusals, Replayed, decision_points, freeze, replay, resume, rule
 from proxy.checkpoints.resume import Decision as Event
 from proxy.checkpoints.thaw import Thaws
 from proxy.checkpoints.trail import Move, Trail
@@ -65,6 +65,8 @@ LEAST_GAIN = 0.95
 """Of what came: an event that leaves more is not worth a broken prompt cache."""
 PRESSING = 0.9
 """Of what is usable: from here on no event is put off. The rest is for what the steady measure may be wrong about."""
+SIBLINGS = 8
+"""Checkpoints of histories that share a beginning with this one: so many are passed over in search of its own."""
 WRITERS = 3
 """Times that a history is gone through again because somebody else had written first."""
 
@@ -349,25 +351,51 @@ class Compactor:
         """Takes up where an earlier event left off, and makes a new one where that is due."""
         conversation = measured.request.conversation
         seed, linked = self._linked(measured, steady)
-        found = await self._store.get_longest(linked.keys)
-        walk = _Walk(self, measured, steady, linked, found, mode, self._trail.take(linked.keys))
-        looked = walk.looking()
-        walk, replayed = (walk, looked) if looked.complete else await self._event(walk, looked.due, seed)
+        own, others = await self._known(linked.keys)
+        walk = _Walk(self, measured, steady, linked, own, mode, self._trail.take(linked.keys))
+        replayed: Replayed | None = walk.looking()
+        if replayed is not None and not replayed.complete:
+            due = replayed.due
+            replayed = None if others is None else await self._joined(walk, others)
+            if replayed is None:
+                walk, replayed = await self._event(walk if others is None else walk.from_here(others), due, seed)
         if replayed is None or not replayed.complete:
-            return await self._squeeze(measured, aim, before, mode)
+            return await self._squeeze(walk, aim, before, conversation)
         forwarded = replayed.conversation
         after = before if forwarded is conversation else await self._total(measured.ruler, forwarded)
         decision = self._resumed(measured, before, after, replayed, walk, mode)
         if decision.outcome == "reused" and walk.move == "edited":
             decision = replace(decision, prefix_break="edit")
         if after > aim.usable:
-            squeezed = await self._squeeze(measured, aim, before, mode)
+            squeezed = await self._squeeze(walk, aim, before, forwarded, replayed.checkpoint)
             return replace(decision, reason=squeezed.reason) if squeezed.after == before and after < before else squeezed
         if self._summaries is not None and mode == "auto":
             lasting = steady.ruler.total(forwarded.messages)
             if self._summaries.is_due(lasting, steady):
                 self._prepare(measured, steady, walk.standing(seed, replayed.checkpoint), forwarded)
         return decision
+
+    async def _known(self, keys: Sequence[bytes]) -> tuple[tuple[int, Checkpoint] | None, tuple[int, Checkpoint] | None]:
+        """The longest checkpoint whose event lies on the way of this history; and a longer one of another history that has only
+        its beginning in common with this one, if there is one."""
+        others, passed = None, frozenset(keys)
+        for _ in range(SIBLINGS):
+            found = await self._store.get_longest(keys)
+            if found is None or not found[1].origin or found[1].origin in passed:
+                return found, others
+            others, keys = others or found, keys[: found[0]]
+        return None, others
+
+    async def _joined(self, walk: _Walk, others: tuple[int, Checkpoint]) -> Replayed | None:
+        """Where an event is due anyway, the one of a history with the same beginning will do (before an edit, in a branch): what
+        it left is in the upstream's cache. None when that is not enough."""
+        looked = walk.from_here(others).looking()
+        if not looked.complete or not walk.chain.keys:
+            return None
+        key = walk.chain.keys[-1]
+        checkpoint = replace(others[1], origin=key, seen=walk.chain.cuts[-1])
+        await self._store.put_if_absent(key, checkpoint)
+        return replace(looked, made=((key, checkpoint),))
 
     async def _event(self, walk: _Walk, due: bytes | None, seed: bytes) -> tuple[_Walk, Replayed | None]:
         """Goes through a history where events are due, and leaves what became of them in the store.
@@ -377,7 +405,8 @@ class Compactor:
         """
         if due is not None and due in self._events:
             await asyncio.wait([self._events[due]], timeout=self._marks.timeout)
-            walk = walk.from_here(await self._store.get_longest(walk.chain.keys))
+            own, others = await self._known(walk.chain.keys)
+            walk = walk.from_here(own or others)
             looked = walk.looking()
             if looked.complete:
                 return walk, looked
@@ -429,15 +458,31 @@ class Compactor:
         came = measured.request.conversation
         self._summaries.prepare(standing, came, forwarded, steady, measured.model, measured.headers)
 
-    async def _squeeze(self, measured: Measured, aim: Budget, before: int, mode: Mode) -> Decision:
-        """One event from what came, with the last resort: for what does not fit by what answers have taught although the
-        steady measure is content, and for a history that is too long to be gone through in time."""
-        result = await self._within(self._last_resort(measured.request.conversation, aim))
+    async def _squeeze(
+        self, walk: _Walk, aim: Budget, before: int, forwarded: Conversation, checkpoint: Checkpoint | None = None
+    ) -> Decision:
+        """One event with the last resort: for what does not fit by what answers have taught although the steady measure is
+        content, and for a history that is too long to be gone through in time.
+
+        It starts from what would be forwarded, or from what came where that is not enough. What comes of it is stored like any
+        event, or the next request, which is as long, would break the prompt cache again.
+        """
+        measured = walk.measured
+        came = measured.request.conversation
+        result = await self._within(self._last_resort(forwarded, aim))
+        if forwarded is not came and (result is None or result.tokens_after > aim.usable):
+            forwarded, checkpoint = came, None
+            result = await self._within(self._last_resort(came, aim))
         if result is None or (result.reason == "deadline" and result.tokens_after > aim.usable):
             return measured.decided("none", "deadline", before)
         if result.tokens_after > aim.usable or result.tokens_after >= before:
             return replace(measured.decided("none", "floor" if before > aim.usable else "no_gain", before), result=result)
-        return self._applied(measured, before, result, mode)
+        if walk.mode != "shadow" and (frozen := walk.frozen(forwarded, checkpoint, result)) is not None:
+            await self._store.put_if_absent(*frozen)
+        if result.tokens_before < before:
+            earlier = LayerReport("checkpoint", before, result.tokens_before)
+            result = replace(result, tokens_before=before, reports=(earlier, *result.reports))
+        return replace(self._applied(measured, before, result, walk.mode), **walk.broken(result.conversation))
 
     def _resumed(self, measured: Measured, before: int, after: int, replayed: Replayed, walk: _Walk, mode: Mode) -> Decision:
         """What was found or made on the way, as a decision."""
@@ -455,7 +500,7 @@ class Compactor:
         decision = self._applied(measured, before, result, mode)
         if replayed.live is not None or replayed.made:
             layers = result.layers if replayed.live is not None else _layers(replayed)
-            return replace(decision, layers=layers, **walk.broken(replayed))
+            return replace(decision, layers=layers, **walk.broken(replayed.conversation, again=replayed.live is None))
         outcome: Outcome = "shadow" if mode == "shadow" else "reused"
         return replace(decision, outcome=outcome, layers=_layers(replayed), is_event=False)
 
@@ -558,19 +603,27 @@ class _Walk:
         """Where the request stands behind this checkpoint."""
         return _standing(self.chain, checkpoint, seed)
 
-    def broken(self, replayed: Replayed) -> dict[str, Any]:
+    def broken(self, forwarded: Conversation, *, again: bool = False) -> dict[str, Any]:
         """What an event does to the upstream's prompt cache.
 
-        Nothing was cached of a conversation whose first request this is. An event that was only found again, by a process that
-        did not see the requests before, is no break: the same bytes went out then.
+        Nothing was cached of a conversation whose first request this is. again: it was only found again by going through the
+        history; for a process that did not see the requests before that is no break: the same bytes went out then.
         """
         if len(self._points) <= 1:
             return {"prefix_break": "new_conversation"}
-        if replayed.live is None and self.move != "on":
+        if again and self.move != "on":
             return {"prefix_break": None}
-        ruler, after = self.measured.ruler, replayed.conversation.messages
+        ruler, after = self.measured.ruler, forwarded.messages
         same = _common_head(self.before().messages, after)
         return {"rewritten": max(0, ruler.total(after) - ruler.total(after[:same]))}
+
+    def frozen(
+        self, before: Conversation, checkpoint: Checkpoint | None, result: CompactionResult
+    ) -> tuple[bytes, Checkpoint] | None:
+        """An event outside of the walk as a checkpoint with its key."""
+        came = self.measured.request.conversation
+        parent = (None if checkpoint is None else self.chain.key(checkpoint.cut), checkpoint)
+        return freeze(came, self.chain, before, Event(result), parent=parent, model=self.measured.model)
 
     def _replay(self, decide: Decide | None) -> Replayed:
         compactor, conversation = self._compactor, self.measured.request.conversation

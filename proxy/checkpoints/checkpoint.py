@@ -30,6 +30,7 @@ class Checkpoint:
     seen: how many messages after the preamble the event knew. generation: how many events led here; parent: the key of
     the one before. tokens_before, tokens_after: of the whole request at that event, tools and preamble included.
     calibration: (slope, offset) of the ruler that measured, so that a later measure agrees with it. ledger: opaque here.
+    origin: the key of the history that the event decided on; empty where that could not be cut.
     """
 
     cut: int
@@ -43,6 +44,7 @@ class Checkpoint:
     layers: tuple[str, ...] = ()
     model: str = ""
     calibration: tuple[float, float] = (1.0, 0.0)
+    origin: bytes = b""
 
     @property
     def size(self) -> int:

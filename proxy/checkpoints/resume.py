@@ -210,6 +210,7 @@ def freeze(
         layers=decision.result.layers,
         model=model,
         calibration=calibration,
+        origin=chain.key(total) or b"",
     )
 
 
@@ -312,7 +313,7 @@ class _Walk:
         self.key: bytes | None = None
         self.checkpoint: Checkpoint | None = None
         self._whole: Conversation | None = None
-        if found is not None and chain.cuts[found[0]] == found[1].cut:
+        if found is not None and found[1].cut in chain.cuts[: found[0] + 1]:
             self._whole = resume(conversation, found[1], thaws)
         if found is not None and self._whole is not None:
             self.key, self.checkpoint = chain.keys[found[0]], found[1]
