@@ -53,9 +53,8 @@ def ask(client: openai.OpenAI, messages: list[dict[str, object]]) -> tuple[str, 
     return " ".join(text.split()), {name: value for name, value in raw.headers.items() if name.startswith("x-compaction")}
 
 
-def directly(url: str, conversation: list[list[dict[str, object]]]) -> int:
+def directly(client: openai.OpenAI, conversation: list[list[dict[str, object]]]) -> int:
     """Turn at which the upstream refuses, 0 if it takes them all."""
-    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     print(f"\n1. Without the proxy: llama.cpp with a context of {WINDOW} tokens\n")
     for turn, messages in enumerate(conversation, 1):
         try:
@@ -67,10 +66,9 @@ def directly(url: str, conversation: list[list[dict[str, object]]]) -> int:
     return 0
 
 
-def through(base_url: str, conversation: list[list[dict[str, object]]]) -> bool:
+def through(client: openai.OpenAI, conversation: list[list[dict[str, object]]]) -> bool:
     """Whether every turn was answered and at least one was compacted."""
-    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0)
-    print(f"\n2. The same client with base_url={base_url}\n")
+    print(f"\n2. The same client with base_url={client.base_url}\n")
     print(f"   {'turn':>4}  {'before':>6}  {'after':>6}  {'status':>6}  {'ms':>5}  {'what was done':<34}  streamed answer")
     compacted = 0
     for turn, messages in enumerate(conversation, 1):
@@ -103,12 +101,14 @@ def main() -> int:
         return 1
     conversation = turns()
     with llama_server(WINDOW) as url:
-        refused = directly(url, conversation)
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            refused = directly(client, conversation)
         if not refused:
             print("the upstream took everything: nothing to show")
             return 1
         with running_proxy("--upstream", url) as proxy:
-            worked = through(proxy.base_url, conversation)
+            with openai.OpenAI(base_url=proxy.base_url, api_key="none", max_retries=0) as client:
+                worked = through(client, conversation)
             show_metrics(proxy.admin)
     print(f"\n{'It works' if worked else 'It did not work'}: turn {refused} fails without the proxy.")
     return 0 if worked else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 
 import openai
 import pytest
@@ -24,8 +25,9 @@ LONG = agent_session(30, 400)
 
 
 @pytest.fixture
-def client(proxy: RunningProxy) -> openai.OpenAI:
-    return openai.OpenAI(base_url=proxy.base_url, api_key="sk-test-0000", max_retries=0)
+def client(proxy: RunningProxy) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=proxy.base_url, api_key="sk-test-0000", max_retries=0) as open_client:
+        yield open_client
 
 
 def test_a_plain_answer_arrives(client: openai.OpenAI, upstream: ScriptedUpstream) -> None:

@@ -32,12 +32,12 @@ def blind(llama: str) -> Iterator[RunningProxy]:
 
 
 def ask(base_url: str, messages: list[dict[str, object]], *, stream: bool = False) -> tuple[str, dict[str, str]]:
-    client = openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=200)
-    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, max_tokens=4, stream=stream)
-    if stream:
-        text = "".join(chunk.choices[0].delta.content or "" for chunk in raw.parse() if chunk.choices)
-    else:
-        text = raw.parse().choices[0].message.content or ""
+    with openai.OpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=200) as client:
+        raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, max_tokens=4, stream=stream)
+        if stream:
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in raw.parse() if chunk.choices)
+        else:
+            text = raw.parse().choices[0].message.content or ""
     return text, dict(raw.headers)
 
 
