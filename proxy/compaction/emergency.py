@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from proxy.compaction import summary
 from proxy.compaction.autocompact import folded
+from proxy.compaction.folding import last_asked
 from proxy.compaction.microcompact import short_call
 from proxy.compaction.outputs import newest_is_observation, outputs, with_text
 from proxy.compaction.shorten import SMALLEST, cut_middle
@@ -104,6 +105,8 @@ def _drop_history(conversation: Conversation, budget: Budget, live_output: bool)
     left beside it."""
     steps, last = conversation.steps, len(conversation.steps) - 1
     kept = {i for i in conversation.protected if i == last or not summary.is_summary(steps[i].head)}
+    if (asked := last_asked(conversation)) is not None:
+        kept.add(asked)
     if all(steps[i].head.is_instruction for i in kept):
         kept.update([i for i, step in enumerate(steps) if not step.head.is_instruction][-1:])
     messages = list(conversation.preamble)

@@ -18,16 +18,29 @@ BEFORE, AFTER = "(The earlier conversation follows, shortened.)", "(Go on.)"
 
 
 def fold(conversation: Conversation, old: Sequence[int], write: Write) -> Conversation:
-    """The conversation with the steps at these indices (in order) replaced by what `write` makes of them."""
-    steps = conversation.steps
-    gone = set(old)
+    """The conversation with the steps at these indices (in order) replaced by what `write` makes of them: where the first of them
+    was, but before the last user message, which must stay the last thing that a person said."""
+    steps, gone, place = conversation.steps, set(old), place_of(conversation, old)
     messages = list(conversation.preamble)
     for number, step in enumerate(steps):
-        if number == old[0]:
+        if number == place:
             messages.extend(write([steps[i] for i in old]))
         if number not in gone:
             messages.extend(step.messages)
     return conversation.with_messages(messages)
+
+
+def place_of(conversation: Conversation, old: Sequence[int]) -> int:
+    """Index in `steps` of where the messages that stand for the old ones go."""
+    asked = last_asked(conversation)
+    return old[0] if asked is None else min(old[0], asked)
+
+
+def last_asked(conversation: Conversation) -> int | None:
+    """Index in `steps` of the last user message that is no summary of ours."""
+    numbers = range(len(conversation.steps) - 1, -1, -1)
+    heads = ((i, conversation.steps[i].head) for i in numbers)
+    return next((i for i, head in heads if head.role == "user" and not summary.is_summary(head)), None)
 
 
 TASK_SHARE = 0.15
@@ -50,7 +63,8 @@ def old_steps(conversation: Conversation, keep: int) -> list[int]:
     while border > 0 and count < keep:
         border -= 1
         count += len(conversation.steps[border].messages)
-    return [i for i in range(border) if i not in conversation.protected]
+    asked = last_asked(conversation)
+    return [i for i in range(border) if i not in conversation.protected and i != asked]
 
 
 def book_of(steps: Sequence[Step]) -> tuple[Ledger, list[Step]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from proxy.compaction import folding, ledger
@@ -12,8 +13,8 @@ from proxy.compaction.shorten import cut_middle
 from proxy.conversation import Conversation, Message, Step, said
 from proxy.windows import Budget
 
-Age = Callable[[Message], float | None]
-"""Seconds since a message was first seen, or None where nobody kept count. Messages carry no times of their own."""
+Ages = Mapping[Message, float]
+"""Seconds since each message of the session was first seen; empty where nobody kept count. Messages carry no times."""
 
 HALF = 0.5
 MANY_CALLS = 20
@@ -25,11 +26,6 @@ _PER_QUOTE = 600  # characters of one request or result
 
 
 Fold = Callable[[Conversation, int, float, Budget], Conversation]
-
-
-def unknown_age(message: Message) -> float | None:
-    """No times are known."""
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +70,8 @@ class Auto:
 
     literal: bool = False
     """By counts alone."""
-    age: Age = unknown_age
-    """Who knows when a message was first seen."""
+    ages: Ages = field(default_factory=dict, hash=False)
+    """How long ago messages were first seen, also those that earlier events have folded."""
 
     @property
     def name(self) -> str:
@@ -85,20 +81,19 @@ class Auto:
         if self.literal:
             return _WAYS[literal_choice(conversation)].apply(conversation, budget)
         made = conversation
-        for way in choices(conversation, budget, self.age):
+        for way in choices(conversation, budget, self.ages):
             made = _WAYS[way].apply(conversation, budget)
             if budget.ruler.total(made.messages) <= budget.target:
                 return made
         return made
 
 
-def choices(conversation: Conversation, budget: Budget, age: Age = unknown_age) -> tuple[int, ...]:
+def choices(conversation: Conversation, budget: Budget, ages: Ages = MappingProxyType({})) -> tuple[int, ...]:
     """Layers 1 to 3 that the signals ask for, the mildest first; those that are harsher follow in case that it is not enough."""
     history = [step for i, step in enumerate(conversation.steps) if i not in conversation.protected]
     if history and all(step.head.calls for step in history):
         return (3,)
-    oldest = age(conversation.steps[0].head) if conversation.steps else None
-    if most_calls_in_a_turn(conversation) > MANY_CALLS or (oldest is not None and oldest > LONG_SESSION):
+    if most_calls_in_a_turn(conversation) > MANY_CALLS or max(ages.values(), default=0.0) > LONG_SESSION:
         return (2, 3)
     return (1, 2, 3)
 
@@ -139,7 +134,8 @@ def _merged(conversation: Conversation, keep: int, share: float, budget: Budget)
         return conversation
     observed = {id(output.message) for output in outputs(conversation)}
     gone = set(old)
-    following = next((step.head for i, step in enumerate(conversation.steps) if i > old[0] and i not in gone), None)
+    place = folding.place_of(conversation, old)
+    following = next((step.head for i, step in enumerate(conversation.steps) if i >= place and i not in gone), None)
 
     def write(steps: Sequence[Step]) -> list[Message]:
         asked = [step.head.text for step in steps if step.head.role == "user" and id(step.head) not in observed]

@@ -89,6 +89,15 @@ def test_no_errors_is_said(talk: Talk, room: Room) -> None:
     assert "[Conversation history: Used no tools. No errors.]" in made.messages[1].text
 
 
+def test_what_a_person_said_last_stays_the_last_thing_that_a_person_said(talk: Talk, room: Room) -> None:
+    conversation = talk(agent_session(14)[:-1])
+
+    made = AGGRESSIVE.apply(conversation, room(10_000))
+
+    assert [m.text for m in made.messages if m.role == "user"][-1] == conversation.messages[1].text
+    assert summary.is_summary(made.messages[1])
+
+
 def test_the_cut_snaps_to_whole_steps(talk: Talk, room: Room) -> None:
     calls = [call(f"p{n}", "read_file", path=str(n)) for n in range(6)]
     conversation = talk([*agent_session(6)[:-1], assistant(None, *calls), *(tool(f"p{n}", "x") for n in range(6)), user("So?")])

@@ -104,6 +104,17 @@ def test_the_last_user_message_is_never_cut(talk: Talk, room: Room) -> None:
     assert too_small.reason == "floor"
 
 
+def test_the_last_user_message_stays_where_the_newest_words_leave_no_room_for_the_history(talk: Talk, room: Room) -> None:
+    newest = [assistant(prose(6_000), call("n", "bash", command="make")), tool("n", "ok")]
+    conversation = talk([*agent_session(6)[:-1], user("Now port it to Rust."), *agent_session(4)[2:-1], *newest])
+
+    result = compact(conversation, room(900, target=400), build("ladder"))
+
+    assert result.tokens_after <= 900
+    assert any(message.text == "Now port it to Rust." for message in result.conversation.messages)
+    assert result.critical.lost == 0
+
+
 def test_a_live_observation_of_a_text_agent_is_output_and_can_be_cut(talk: Talk, room: Room) -> None:
     turns = []
     for n in range(4):
