@@ -20,12 +20,14 @@ from proxy import __version__
 from proxy.checkpoints import CheckpointStore, open_store
 from proxy.checkpoints.chain import Chain, Digests, chain, namespace
 from proxy.checkpoints.checkpoint import Checkpoint
+from proxy.checkpoints.first_seen import FirstSeen
 from proxy.checkpoints.resume import Decide, Refusals, Replayed, decision_points, freeze, replay, resume, rule
 from proxy.checkpoints.resume import Decision as Event
 from proxy.checkpoints.thaw import Thaws
 from proxy.checkpoints.trail import Move, Trail
 from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.pipeline import compact
+from proxy.compaction.strategies import ask_for_ages, with_ages
 from proxy.compaction.validation import OPENAI, Rules
 from proxy.conversation import Conversation, Message
 from proxy.errors import ClientError, Unreadable
@@ -198,6 +200,7 @@ class Compactor:
         self._cache = chat_completions.MessageCache()
         self._prefixes = Prefixes()
         self._digests = Digests()
+        self._seen = FirstSeen(self._digests) if ask_for_ages(self._layers) else None
         self._thaws = Thaws(self._cache.get)
         self._refusals = Refusals()
         self._trail = Trail()
@@ -230,6 +233,8 @@ class Compactor:
             return Decision("none", "unreadable")
         if headers:
             measured = replace(measured, headers=headers)
+        if self._seen is not None:
+            self._seen.note(credential, measured.request.conversation.messages, time.monotonic())
         read = time.perf_counter()
         decision = await self._judge(measured, len(body), mode)
         return replace(decision, seconds={"read": read - started, **decision.seconds})
@@ -516,6 +521,13 @@ class Compactor:
             prefix_break="event" if body is not None else None,
         )
 
+    def layers_now(self, measured: Measured) -> tuple[Layer, ...]:
+        """The layers for the event of the request that waits: the only one that may be told how old messages are."""
+        if self._seen is None:
+            return self._layers
+        ages = self._seen.ages(measured.credential, measured.request.conversation.messages, time.monotonic())
+        return with_ages(self._layers, ages)
+
     def refusal(self, result: CompactionResult, aim: Budget, forced: bool) -> str | None:
         """Why the result of an event is not worth forwarding; None when it is."""
         before, after = result.tokens_before, result.tokens_after
@@ -646,7 +658,9 @@ class _Walk:
         if not forced and not self._is_worth_it(conversation, checkpoint):
             self.reason = "postponed" if waiting else self.reason
             return None
-        result = self._with_summary(conversation) if waiting and self.summary is not None else self._compacted(conversation)
+        result = (
+            self._with_summary(conversation) if waiting and self.summary is not None else self._compacted(conversation, waiting)
+        )
         reason = compactor.refusal(result, self.steady, forced=forced)
         if waiting:
             self.reason, self.tried = reason, result
@@ -668,9 +682,10 @@ class _Walk:
         kept = self.steady.ruler.total(conversation.preamble)
         return worth_it(price, Bill(size, min(size, self.steady.target), kept), turns)
 
-    def _compacted(self, conversation: Conversation) -> CompactionResult:
+    def _compacted(self, conversation: Conversation, waiting: bool = True) -> CompactionResult:
         compactor = self._compactor
-        return compact(conversation, self.steady, compactor._layers, stop=self.stop, rules=compactor._rules)
+        layers = compactor.layers_now(self.measured) if waiting else compactor._layers
+        return compact(conversation, self.steady, layers, stop=self.stop, rules=compactor._rules)
 
     def _with_summary(self, conversation: Conversation) -> CompactionResult:
         """The summary first, checked like any layer; the others where it is refused, or not enough."""

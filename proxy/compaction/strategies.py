@@ -11,7 +11,7 @@ from proxy.compaction import Layer
 from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.emergency import Emergency
-from proxy.compaction.merging import Auto, Digested, MergedTurns
+from proxy.compaction.merging import Ages, Auto, Digested, MergedTurns
 from proxy.compaction.microcompact import Microcompact
 from proxy.compaction.pipeline import Admitted
 from proxy.compaction.snip import Snip
@@ -25,6 +25,9 @@ COLLAPSE_SHARE, STANDARD_SHARE, AGGRESSIVE_SHARE = 0.75, 0.85, 0.90
 """The seeds' thresholds (150k, 170k, 180k of a 200k window) as shares of what is usable."""
 COLLAPSE_MESSAGES = 50
 """The seeds' other trigger of a collapse."""
+
+RECENT = 5 * 60
+"""Seconds: what was first seen within them is recent."""
 
 LAYERS: Mapping[str, Callable[[], Layer]] = {
     "tool_result_budget": ToolResultBudget,
@@ -60,6 +63,27 @@ def build(
         raise ConfigError(_unknown("compaction.strategy", name, STRATEGIES))
     made = _Layers(layers or {}, context_collapse, auto_compact)
     return made.strategy(name)
+
+
+def ask_for_ages(layers: Iterable[Layer]) -> bool:
+    """Whether any of them would do better if it were told how long ago messages were first seen (`with_ages`)."""
+    return any(_asks(layer) for layer in layers)
+
+
+def with_ages(layers: Iterable[Layer], ages: Ages) -> Pipeline:
+    """The layers, told how long ago messages were first seen. Those that do not ask for it stay the very same."""
+    return tuple(_told(layer, ages) if _asks(layer) else layer for layer in layers)
+
+
+def _asks(layer: Layer) -> bool:
+    return (isinstance(layer, Auto) and not layer.literal) or (isinstance(layer, ContextCollapse) and layer.mode == "importance")
+
+
+def _told(layer: Layer, ages: Ages) -> Layer:
+    if isinstance(layer, ContextCollapse):
+        # In this mode `keep_recent` is the number of messages that score for being recent.
+        return replace(layer, keep_recent=sum(age <= RECENT for age in ages.values())) if ages else layer
+    return replace(layer, ages=ages)  # type: ignore[type-var]
 
 
 class _Layers:

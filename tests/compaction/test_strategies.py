@@ -15,7 +15,7 @@ from proxy.compaction.merging import Auto, MergedTurns, choices, literal_choice,
 from proxy.compaction.microcompact import Microcompact
 from proxy.compaction.pipeline import Admitted
 from proxy.compaction.strategies import STRATEGIES, build
-from proxy.conversation import Conversation, Message
+from proxy.conversation import Conversation
 from proxy.errors import ConfigError
 from proxy.windows import Budget
 
@@ -185,13 +185,11 @@ def test_the_signals_choose_the_way(talk: Talk, room: Room) -> None:
     calls_only = talk([{"role": "system", "content": "Go."}, *agent_session(9)[2:-1]])
     many_calls = talk(agent_session(22, words=20))
 
-    def three_hours(message: Message) -> float | None:
-        return 3 * 60 * 60.0
-
     assert choices(plain, room(1_000)) == (1, 2, 3)
     assert choices(calls_only, room(1_000)) == (3,)
     assert choices(many_calls, room(1_000)) == (2, 3)
-    assert choices(plain, room(1_000), three_hours) == (2, 3)
+    assert choices(plain, room(1_000), {plain.messages[0]: 2 * 60 * 60.0 + 1}) == (2, 3)
+    assert choices(plain, room(1_000), {plain.messages[0]: 2 * 60 * 60.0}) == (1, 2, 3)
 
 
 def test_the_literal_choice_counts_messages_then_calls(talk: Talk) -> None:
