@@ -144,3 +144,43 @@ def test_secrets_are_masked() -> None:
     assert "sk-1" not in shown
     assert "secret" not in shown
     assert masked(config)["client_keys"] == ["***", "***"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "url"),
+    [
+        ({}, {"HOME": "/home/u"}, "memory://"),
+        ({"server": {"workers": 2}}, {"HOME": "/home/u"}, "sqlite:////home/u/.local/state/compaction-proxy/checkpoints.db"),
+        ({"server": {"workers": 2}}, {"XDG_STATE_HOME": "/var/s t"}, "sqlite:////var/s%20t/compaction-proxy/checkpoints.db"),
+        (
+            {"server": {"workers": 2}},
+            {"HOME": "/home/u", "XDG_STATE_HOME": "relative"},
+            "sqlite:////home/u/.local/state/compaction-proxy/checkpoints.db",
+        ),
+        ({"server": {"workers": 2}, "store": "redis://127.0.0.1:1/0"}, {"HOME": "/home/u"}, "redis://127.0.0.1:1/0"),
+        ({"server": {"workers": 2}, "store": "memory://"}, {"HOME": "/home/u"}, "memory://"),
+        (
+            {"server": {"workers": 2}, "store": {"ttl_s": 60}},
+            {"HOME": "/home/u"},
+            "sqlite:////home/u/.local/state/compaction-proxy/checkpoints.db",
+        ),
+    ],
+)
+def test_several_workers_share_a_file_in_the_state_directory_unless_a_store_is_set(flags, environment, url):
+    assert load(flags, environment).store.url == url
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("prefetch", 0.0),
+        ("prefetch", 1.5),
+        ("wait_ms", -1),
+        ("timeout_s", 0.0),
+        ("max_output_tokens", 0),
+        ("max_preserved_messages", 0),
+    ],
+)
+def test_a_summarizer_setting_that_makes_no_sense_is_named(key, value):
+    with pytest.raises(ConfigError, match=f"summarizer.{key}"):
+        load({"summarizer": {key: value}}, {})

