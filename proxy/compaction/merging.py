@@ -154,7 +154,9 @@ def _both(asked: Sequence[str], steps: Sequence[Step], characters: int) -> tuple
     findings = [*book.decisions, *book.conclusions]
     while findings and sum(map(len, findings)) > characters // 2:
         findings.pop(0)
-    return request, "\n".join(dict.fromkeys(findings)) or "Done."
+    edited = cut_middle(", ".join(use.path for use in book.files if use.edited), max(80, characters // 4))
+    results = [*dict.fromkeys(findings), *([f"Edited: {edited}"] if edited else [])]
+    return request, "\n".join(results) or "Done."
 
 
 def _digested(conversation: Conversation, keep: int, share: float, budget: Budget, style: ledger.Style) -> Conversation:
