@@ -507,7 +507,7 @@ class Compactor:
             layers = result.layers if replayed.live is not None else _layers(replayed)
             return replace(decision, layers=layers, **walk.broken(replayed.conversation, again=replayed.live is None))
         outcome: Outcome = "shadow" if mode == "shadow" else "reused"
-        return replace(decision, outcome=outcome, layers=_layers(replayed), is_event=False)
+        return replace(decision, outcome=outcome, layers=_layers(replayed), is_event=False, prefix_break=None)
 
     def _applied(self, measured: Measured, before: int, result: CompactionResult, mode: Mode) -> Decision:
         body = chat_completions.write(measured.request, result.conversation) if mode != "shadow" else None
