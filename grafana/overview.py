@@ -507,6 +507,7 @@ PROCESS = Section(
             "compaction_build_info",
             "short",
             (Query(f"count by (version) (compaction_build_info{{{HERE}}})", "{{version}}"),),
+            width=8,
         ),
         Course(
             "Time since the configuration was loaded",
@@ -514,6 +515,15 @@ PROCESS = Section(
             "compaction_config_loaded_timestamp_seconds",
             "s",
             (Query(f"time() - compaction_config_loaded_timestamp_seconds{{{HERE}}}", "{{instance}}"),),
+            width=8,
+        ),
+        Course(
+            "Notices to the webhook",
+            "Notices of events a second; dropped ones found nobody who took them.",
+            "compaction_notifications_total",
+            "ops",
+            (Query(f"sum by (result) ({rate('compaction_notifications_total', HERE)})", "{{result}}"),),
+            width=8,
         ),
     ),
 )
