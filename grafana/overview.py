@@ -125,11 +125,12 @@ SAVINGS = Section(
         ),
         Figure(
             "Dollars saved, net",
-            "What the saved tokens would have cost (cached ones at the cached price), less what summaries cost.",
+            "What the saved tokens would have cost (cached ones at the cached price), less what broken caches and summaries cost.",
             "compaction_cost_saved_usd_total",
             "currencyUSD",
             Query(
                 f"sum({increase('compaction_cost_saved_usd_total')}) "
+                f"- (sum({increase('compaction_cache_break_cost_usd_total')}) or vector(0)) "
                 f"- (sum({increase('compaction_summarizer_cost_usd_total', HERE)}) or vector(0))"
             ),
             decimals=2,

@@ -49,7 +49,7 @@ def registered() -> set[str]:
     metrics.record(
         RequestRecord(model="m", duration=1, first_chunk=1, upstream_duration=1, ratio=1, fill_before=1, count_error=1)
     )
-    metrics.record(RequestRecord(model="m", received=1, forwarded=1, cost_saved=1.0))
+    metrics.record(RequestRecord(model="m", received=1, forwarded=1, cost_saved=1.0, cost_broken=1.0))
     metrics.observe_summary("m", "ok", seconds=1, cost=1.0)
     metrics.observe_checkpoint("memory", "get", "hit", 1)
     metrics.set_checkpoint_bytes("memory", 1)
