@@ -125,7 +125,7 @@ SAVINGS = Section(
         ),
         Figure(
             "Dollars saved, net",
-            "What the saved tokens would have cost (cached ones at the cached price), less what broken caches and summaries cost.",
+            "What the saved tokens would have cost (cached ones at the cached price), less broken caches and summaries.",
             "compaction_cost_saved_usd_total",
             "currencyUSD",
             Query(
