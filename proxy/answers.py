@@ -129,8 +129,8 @@ class Edited:
         self._answer.close()
 
 
-async def with_usage_raised(answer: Answer | Replay, saved: int, tap: UsageTap | None) -> Replay:
-    """A plain answer, read whole, whose usage counts `saved` prompt tokens more; a very long one stays as it came.
+async def with_usage_raised(answer: Answer | Replay, saved: int, tap: UsageTap | None) -> tuple[Replay, bool]:
+    """A plain answer, read whole, and whether its usage counts `saved` prompt tokens more; a very long one stays as it came.
 
     The tap, which reads the answer as it came, must be fed no more. Raises UpstreamError.
     """
@@ -144,7 +144,7 @@ async def with_usage_raised(answer: Answer | Replay, saved: int, tap: UsageTap |
             replay.become(raised)
             length = (b"content-length", b"%d" % len(raised))
             replay.headers = [length if field[0] == b"content-length" else field for field in replay.headers]
-    return replay
+    return replay, text is not None
 
 
 def fed(tap: UsageTap, chunk: bytes) -> UsageTap | None:

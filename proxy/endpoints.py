@@ -373,12 +373,13 @@ class Proxy:
             return answer
         kind, plain = header(answer.headers, b"content-type"), not header(answer.headers, b"content-encoding")
         edited: Answer | Replay | Edited = answer
-        if plain and "event-stream" in kind:
+        raised = plain and "event-stream" in kind
+        if raised:
             edited = Edited(answer, StreamEditor(saved=saved, without_usage=exchange.asked_usage), tap)
         elif plain and saved and "json" in kind:
-            edited = await with_usage_raised(answer, saved, tap)
+            edited, raised = await with_usage_raised(answer, saved, tap)
         if saved:
-            exchange.beside.append((b"x-compaction-usage", b"upstream" if edited is answer else b"original"))
+            exchange.beside.append((b"x-compaction-usage", b"original" if raised else b"upstream"))
         return edited
 
     async def _stream(self, exchange: Exchange, answer: Answer | Replay, send: Send) -> None:

@@ -96,6 +96,11 @@ class UsageTap:
         self._chunks.clear()
 
 
+def payload(line: bytes) -> bytes | None:
+    """What a line of an event stream says; None for a comment, another field or none."""
+    return line[5:].strip() if line.startswith(b"data:") else None
+
+
 def _same(chunk: bytes) -> bytes:
     return chunk
 
@@ -143,12 +148,10 @@ def _read_stream(data: bytes) -> Usage:
     lines = data.splitlines()
     done, model = False, None
     for line in reversed(lines):
-        if not line.startswith(b"data:"):
-            continue
-        payload = line[5:].strip()
-        if payload == b"[DONE]":
+        said = payload(line)
+        if said == b"[DONE]":
             done = True
-        elif (model is None or b'"usage"' in payload) and (event := _event(payload)) is not None:
+        elif said is not None and (model is None or b'"usage"' in said) and (event := _event(said)) is not None:
             model = model or event.model
             if event.usage is not None and event.usage.prompt_tokens is not None:
                 return _usage(event, done)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from proxy.errors import Unreadable
-from proxy.wire import slices
+from proxy.wire import slices, sse
 
 HELD = 64 * 1024
 """Bytes of one event that are held until its end is there: one with usage and without choices is far shorter."""
@@ -86,15 +86,14 @@ class StreamEditor:
     def _edited(self, event: bytes) -> bytes:
         """One event without the chunk that was not asked for, or with its usage put right; comments in it stay."""
         lines = _LINE.findall(event)
-        said = [place for place, line in enumerate(lines) if line.startswith(b"data:")]
+        said = [(place, chunk) for place, line in enumerate(lines) if (chunk := sse.payload(line)) is not None]
         if len(said) != 1:
             return event
-        line = lines[said[0]]
-        chunk = line[5:].strip()
+        [(place, chunk)] = said
         if self._without_usage and is_usage_only(chunk):
             before = event[: len(event) - len(event.lstrip(b"\r\n"))]
             comments = b"".join(line for line in lines if line.startswith(b":"))
             return before + comments + (lines[-2] if comments and not lines[-2].strip() else b"")
         if self._saved:
-            lines[said[0]] = line.replace(chunk, with_more_prompt(chunk, self._saved))
+            lines[place] = lines[place].replace(chunk, with_more_prompt(chunk, self._saved))
         return b"".join(lines)
