@@ -26,6 +26,7 @@ Repair = Callable[[Conversation, Sequence[str], Budget], Conversation]
 """Puts lines that got lost back, word by word."""
 
 _QUOTES = 0.08  # of the target: what quotes of critical facts may take, but never more than half of what the floor leaves
+_LEAST_QUOTES = 300  # tokens: where the target is small, so many come first
 _BYTES_PER_TOKEN = 3
 _SLACK = 0.2  # of the target: above the floor, when the floor comes near the target
 _HEAVY = 0.3  # of what the rest of the floor leaves of the target: from here on layers may shorten the newest output
@@ -143,7 +144,8 @@ def compact(
     target: tokens, in place of the budget's. hard: the last resort may run however full the window is (the upstream has said
     that it is too long). rules: what the upstream's template asks for. `reason` is None when the target was met, else
     `floor` (what cannot be removed is too large), `deadline`, `no_gain` (nothing was saved: the conversation is the one that
-    came) or `target` (it is smaller, but not that small). Never raises for content.
+    came) or `target` (it is smaller, but not that small). Never raises for content. A second run changes nothing: what met the target is not
+    touched, and for the rest it is a property of the layers that the tests hold, so no layer is refused for it at run time.
     """
     aim = budget.target if target is None else target
 
@@ -285,7 +287,7 @@ class _Event:
         """What critical facts the layer lost is put back; when that cannot be, the layer is refused (the last resort is not)."""
         last_resort = is_last_resort(layer)
         if self._needles is None:
-            room = min(_QUOTES * self._budget.target, (self._budget.target - self._floor) / 2)
+            room = min(max(_QUOTES * self._budget.target, _LEAST_QUOTES), (self._budget.target - self._floor) / 2)
             self._needles = needles(self._came, int(room * _BYTES_PER_TOKEN))
         limit = self._budget.usable if last_resort else state.tokens - 1
         made, tokens, lost, repaired = self._mended(layer, begin, made, tokens, limit)

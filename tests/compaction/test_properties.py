@@ -20,6 +20,7 @@ from proxy.compaction import compact
 from proxy.compaction.emergency import floor
 from proxy.compaction.strategies import STRATEGIES, build
 from proxy.compaction.validation import Rules
+from proxy.records import RULES
 from proxy.windows import Budget
 from proxy.wire import chat_completions
 
@@ -117,6 +118,11 @@ def compacted(
     return request, compact(request.conversation, budget, build(strategy)), budget
 
 
+REFUSALS = ("structure", "size", "lost_error", "lost_request", "lost_constraint", "lost_conclusion")
+"""What a layer is refused for, as the metrics tell it. That a second run changes nothing is a property of the layers, which the
+tests hold: what met its target is not touched again, and so there is nothing to check of it at run time."""
+
+
 @QUICK
 @given(MESSAGES, USABLE, st.sampled_from([s for s in STRATEGIES if s != "noop"]))
 def test_nothing_grows_and_nothing_is_more_broken_than_it_came(
@@ -128,6 +134,7 @@ def test_nothing_grows_and_nothing_is_more_broken_than_it_came(
     before, after = contract(messages), contract(json.loads(body)["messages"])
     assert result.tokens_after == budget.ruler.total(result.conversation.messages) <= result.tokens_before
     assert sum(report.saved for report in result.reports) == result.tokens_before - result.tokens_after
+    assert {report.refused for report in result.reports} <= {None, *REFUSALS}
     assert len(body) <= len(chat_completions.write(request, request.conversation))
     assert not {rule: count for rule, count in after.items() if count > before[rule]}
     assert body.decode("utf-8")
@@ -225,3 +232,7 @@ def test_the_same_bytes_come_out_whatever_the_hash_seed(seed: str) -> None:
 
     assert outputs[0] == outputs[1]
     assert len(outputs[0]) > 1_000
+
+
+def test_every_reason_to_refuse_a_layer_has_its_label() -> None:
+    assert set(REFUSALS) <= set(RULES)

@@ -34,6 +34,10 @@ CALL = call("a", "bash", command="ls")
             [user("Go."), assistant(None, {**CALL, "function": {"name": "bash", "arguments": "ls"}}), tool("a", "x")],
             {"arguments": 1},
         ),
+        (
+            [user("Go."), assistant(None, {**CALL, "function": {"name": "bash", "arguments": '["ls"]'}}), tool("a", "x")],
+            {"arguments": 1},
+        ),
         ([user("Go."), {"role": "system", "content": "Stop."}, user("On.")], {"instructions": 1}),
         ([user("Go."), {**assistant("1"), "reasoning_content": "r"}, user("On."), assistant("2"), user("So?")], {"reasoning": 1}),
         ([{"role": "system", "content": "S"}], {"nothing_said": 1}),
