@@ -486,7 +486,8 @@ class Compactor:
             await self._store.put_if_absent(*frozen)
         if result.tokens_before < before:
             earlier = LayerReport("checkpoint", before, result.tokens_before)
-            result = replace(result, tokens_before=before, reports=(earlier, *result.reports))
+            stages = (("checkpoint", forwarded), *result.stages)
+            result = replace(result, tokens_before=before, reports=(earlier, *result.reports), stages=stages)
         return replace(self._applied(measured, before, result, walk.mode), **walk.broken(result.conversation))
 
     def _resumed(self, measured: Measured, before: int, after: int, replayed: Replayed, walk: _Walk, mode: Mode) -> Decision:

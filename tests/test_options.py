@@ -165,6 +165,15 @@ class TestUsageOfStreams:
         assert upstream.chats[0].json["stream_options"] == {"include_usage": True}
         assert body == self.WORDS + self.DONE
 
+    def test_a_compressed_request_leaves_uncompressed_when_it_asks(self, proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
+        upstream.script = self.answering
+
+        _, _, body = send(proxy, gzip.compress(self.BODY), content_encoding="gzip")
+
+        assert upstream.chats[0].body == self.ASKED
+        assert upstream.chats[0].header("content-encoding") is None
+        assert body == self.WORDS + self.DONE
+
     def test_a_plain_request_is_not_touched(self, proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
         body = chat([user("hi")], model="gpt-4")
 

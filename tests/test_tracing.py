@@ -256,3 +256,27 @@ def test_the_answers_are_what_they_are_without_tracing(proxy: RunningProxy, upst
 
     assert json.loads(body) == json.loads(completion("a word").chunks[0])
     assert "traceparent" not in headers
+
+
+def test_spans_can_be_taken_by_another_processor() -> None:
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from proxy.records import RequestRecord
+    from proxy.tracing import Tracing
+
+    memory = InMemorySpanExporter()
+    tracing = Tracing("https://api.example/v1", service="desk", processor=SimpleSpanProcessor(memory))
+
+    trace = tracing.begin([(b"traceparent", CLIENTS.encode())], "/v1/chat/completions")
+    headers = trace.sends([(b"traceparent", CLIENTS.encode()), (b"accept", b"*/*")], None)
+    trace.end(RequestRecord(code=499, client_disconnect=True), None, None)
+    tracing.close()
+
+    attempt, request = memory.get_finished_spans()
+    assert (attempt.name, request.name) == ("chat", "POST /chat/completions")
+    assert trace.trace_id == "0af7651916cd43dd8448eb211c80319c"
+    assert [name for name, _ in headers] == [b"accept", b"traceparent"]
+    assert (attempt.attributes["server.address"], attempt.attributes["server.port"]) == ("api.example", 443)
+    assert request.attributes["error.type"] == "client_disconnect"
+    assert request.resource.attributes["service.name"] == "desk"
