@@ -139,6 +139,8 @@ def resume(conversation: Conversation, checkpoint: Checkpoint, thaws: Thaws | No
         return None
     if not thawed.is_paired and is_paired(messages[start:cut]):
         return None
+    if len(messages) - start < checkpoint.seen and not _leaves_live(messages, cut, thawed.messages):
+        return None
     return Conversation(thawed.grown((*conversation.preamble, *thawed.messages, *messages[cut:])))
 
 
