@@ -23,6 +23,7 @@ from proxy.windows import Budget
 
 Stage = Callable[[Conversation, Budget, bool], Conversation]
 """One way of making it smaller; the flag says that the newest message is output (an observation)."""
+_LEAST = 8  # tokens: in fewer nothing can be said of a result but its length
 _MEDIA = frozenset({"image", "audio", "file"})
 
 
@@ -133,7 +134,7 @@ def _cut_results(conversation: Conversation, budget: Budget, live_output: bool) 
 
 
 def _shortest(message: Message, cap: int, ruler: Ruler) -> Message:
-    shorter = capped(message, cap, ruler)
+    shorter = capped(message, cap, ruler) if cap >= _LEAST else message
     if ruler.message(shorter) <= cap:
         return shorter
     bare = with_text(message, f"[{len(message.text):,} characters cut]")

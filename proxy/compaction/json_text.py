@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import cast
@@ -16,6 +16,7 @@ Cut = Callable[[str, int], str]
 """A text and the characters that it may have, shortened."""
 
 _DEEPEST = 60
+_LONG = 1_000_000  # characters
 _SPECIAL_KEYS = re.compile(
     r"err|fail|status|code|message|exit|warn|reason|\bid\b|name|title|type|path|url|exception", re.IGNORECASE
 )
@@ -52,11 +53,15 @@ def shorten(text: str, limit: int, cut: Cut) -> str | None:
     value = parse(text)
     if value is None:
         return None
-    compact = dump(value)
-    if len(compact) <= limit:
-        return compact
+    # Of a very long text it is quicker to see that it is too long: without white space it is no longer than its compact form.
+    size = len("".join(text.split())) if len(text) > _LONG else 0
+    if size <= limit:
+        compact = dump(value)
+        size = len(compact)
+        if size <= limit:
+            return compact
     shrinking = _Shrinking(cut)
-    strings, items = max(60, limit // 3), max(3, int(_longest(value) * limit / len(compact)))
+    strings, items = max(60, limit // 3), max(3, int(_longest(value) * limit / size))
     for _ in range(12):
         shorter = dump(shrinking.shrink(value, _Caps(strings, items, 40 if items > 3 else 12), 0))
         if len(shorter) <= limit:
@@ -69,29 +74,32 @@ def shorten(text: str, limit: int, cut: Cut) -> str | None:
 
 def dump(value: Value) -> str:
     """Compact JSON."""
-    return "".join(_dump(value))
+    out: list[str] = []
+    _dump(value, out.append)
+    return "".join(out)
 
 
-def _dump(value: Value) -> Iterator[str]:
+def _dump(value: Value, write: Callable[[str], object]) -> None:
     if isinstance(value, _Number):
-        yield str(value)
+        write(str(value))
     elif isinstance(value, str):
-        yield _quote(value)
+        write(_quote(value))
     elif value is True or value is False or value is None:
-        yield {True: "true", False: "false", None: "null"}[value]
+        write({True: "true", False: "false", None: "null"}[value])
     elif isinstance(value, list):
-        yield "["
-        for i, item in enumerate(value):
-            if i:
-                yield ","
-            yield from _dump(item)
-        yield "]"
+        before = "["
+        for item in value:
+            write(before)
+            _dump(item, write)
+            before = ","
+        write("]" if value else "[]")
     elif isinstance(value, dict):
-        yield "{"
-        for i, (key, item) in enumerate(value.items()):
-            yield f"{',' if i else ''}{_quote(key)}:"
-            yield from _dump(item)
-        yield "}"
+        before = "{"
+        for key, item in value.items():
+            write(f"{before}{_quote(key)}:")
+            _dump(item, write)
+            before = ","
+        write("}" if value else "{}")
 
 
 def _quote(text: str) -> str:

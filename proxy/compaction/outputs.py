@@ -50,9 +50,12 @@ class Output:
 
 
 def outputs(conversation: Conversation) -> tuple[Output, ...]:
-    """Every tool result and every observation, in order."""
-    observed = frozenset(i for i, voice in enumerate(voices(conversation.steps)) if voice == "observation")
-    return tuple(_outputs(conversation, observed, conversation.protected))
+    """Every tool result and every observation, in order. Worked out once for a conversation: every layer asks."""
+    notes: dict[str, tuple[Output, ...]] = vars(conversation)  # where its own cached properties are kept, too
+    if "_outputs" not in notes:
+        observed = frozenset(i for i, voice in enumerate(voices(conversation.steps)) if voice == "observation")
+        notes["_outputs"] = tuple(_outputs(conversation, observed, conversation.protected))
+    return notes["_outputs"]
 
 
 def newest_is_observation(conversation: Conversation) -> bool:

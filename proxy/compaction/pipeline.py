@@ -32,7 +32,7 @@ _SLACK = 0.2  # of the target: above the floor, when the floor comes near the ta
 _HEAVY = 0.3  # of what the rest of the floor leaves of the target: from here on layers may shorten the newest output
 _SPARE = 16  # tokens
 _MENDINGS = 3
-_MANY = 2_000  # messages: from here on there is time for one more try, so it is given room enough
+_MANY = 2_000  # messages: from here on one fold takes so long that there is no time for a second try
 _ROUNDS = 2  # more, where the target was not met: what the next event would still gain is gained in this one
 _GAIN = 0.95  # of what came: where it fits anyway, less is not worth the prompt cache that every change costs
 _NEAR = 1.1  # times the target: not worth losing what a milder layer has kept
@@ -144,8 +144,10 @@ def compact(
     target: tokens, in place of the budget's. hard: the last resort may run however full the window is (the upstream has said
     that it is too long). rules: what the upstream's template asks for. `reason` is None when the target was met, else
     `floor` (what cannot be removed is too large), `deadline`, `no_gain` (nothing was saved: the conversation is the one that
-    came) or `target` (it is smaller, but not that small). Never raises for content. A second run changes nothing: what met the target is not
-    touched, and for the rest it is a property of the layers that the tests hold, so no layer is refused for it at run time.
+    came) or `target` (it is smaller, but not that small). Never raises for content.
+
+    A second run changes nothing: what met the target is not touched, and for the rest it is a property of the layers that the
+    tests hold, so no layer is refused for it at run time.
     """
     aim = budget.target if target is None else target
 
@@ -268,7 +270,9 @@ class _Event:
     def _try(self, layer: Layer, begin: Conversation, state: _State) -> _State:
         """The state after one layer, or the state before it with a report that says why not."""
         budget = self._budget
-        made = self._applied(layer, begin)
+        # Where there is no time for a second try, the quotes are left their room at once.
+        in_one_go = starts_over(layer) and len(begin.messages) > _MANY
+        made = self._applied(layer, begin, int((1 - _QUOTES) * budget.target) if in_one_go else None)
         tokens = budget.ruler.total(made.messages) if made is not begin else state.tokens
         if made is begin or made is state.conversation:
             return _noted(state, layer, skipped="nothing_to_do")
@@ -321,7 +325,7 @@ class _Event:
             size = ruler.total(mended.messages)
             if size <= goal or tokens > goal or not (starts_over(layer) or is_last_resort(layer)):
                 break
-            room -= (size - tokens if len(begin.messages) > _MANY else size - goal) + _SPARE
+            room -= size - goal + _SPARE
             made = self._applied(layer, begin, room)
             tokens = ruler.total(made.messages)
         lost = missing(wanted, made)

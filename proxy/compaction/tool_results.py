@@ -10,6 +10,8 @@ from proxy.conversation import Conversation, Message
 from proxy.tokens import Ruler
 from proxy.windows import Budget
 
+_LONG = 1_000_000  # characters: a text that is still too long once it was shortened is shortened further, not anew
+
 
 @dataclass(frozen=True, slots=True)
 class ToolResultBudget:
@@ -67,6 +69,7 @@ def capped(message: Message, tokens: int, ruler: Ruler, head: float = 0.6) -> Me
             break
         size, limit = ruler.message(shorter), min(limit, len(shorter.text))
         best = shorter
+        text = shorter.text if len(text) > _LONG else text
     return best if size < ruler.message(message) else message
 
 
