@@ -42,11 +42,14 @@ def test_the_five_lines_run_against_a_running_proxy(upstream: ScriptedUpstream) 
 
 
 def test_the_settings_that_it_shows_are_taken(tmp_path: Path) -> None:
-    [text] = blocks("yaml")
-    path = tmp_path / "proxy.yaml"
-    path.write_text(text)
+    shown = blocks("yaml")
+    for number, text in enumerate(shown):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text)
 
-    assert load(environment={}, file=str(path)).models["gpt-4o"].reserve == 16384
+        load(environment={}, file=str(path))
+
+    assert load(environment={}, file=str(tmp_path / "0.yaml")).models["gpt-4o"].reserve == 16384
 
 
 def test_every_make_target_that_it_names_exists() -> None:
