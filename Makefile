@@ -58,7 +58,7 @@ lock: $(VENV)/.dev  ## renew the locked requirements (needs uv)
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \
 	  pyproject.toml --extra redis --extra encrypt -o $(LOCKS)/run.txt
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \
-	  pyproject.toml --extra redis --extra encrypt --group dev -c $(LOCKS)/run.txt -o $(LOCKS)/dev.txt
+	  pyproject.toml --extra redis --extra encrypt --extra otel --group dev -c $(LOCKS)/run.txt -o $(LOCKS)/dev.txt
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-header --no-annotate --quiet --upgrade \
 	  --no-deps $(LOCKS)/demo.in -o $(LOCKS)/demo.txt
 
