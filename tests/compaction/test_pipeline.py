@@ -183,6 +183,32 @@ def test_a_layer_that_loses_facts_that_cannot_be_put_back_is_refused(talk: Talk,
     assert result.conversation is conversation
 
 
+def test_a_layer_that_only_loses_what_the_live_turn_refers_to_is_not_refused(talk: Talk, room: Room) -> None:
+    told = [assistant("config/limits.yaml holds the cap of 40 rows. " + prose(300)), assistant("Other things.")]
+    conversation = talk([user("Go."), *told, user("Edit config/limits.yaml")])
+    before = room(1).ruler.total(conversation.messages)
+
+    def no_repair(conversation: Conversation, lines: Sequence[str], budget: Budget) -> Conversation:
+        return conversation
+
+    result = run(conversation, room(before, target=before // 2), without(1), repair=no_repair)
+
+    assert result.layers == ("doing",)
+    assert result.critical.lost == 0
+
+
+def test_a_layer_that_saves_tokens_and_costs_bytes_is_refused(talk: Talk, room: Room) -> None:
+    conversation = talk([user("Go."), assistant("~" * 40 + " 0 1 2 3 4 5 6 7 8 9" * 40), user("So?")])
+    before = room(1).ruler.total(conversation.messages)
+    longer = said("assistant", " information" * 90)
+
+    result = run(
+        conversation, room(before, target=before // 4), Doing(lambda c: c.with_messages([c.messages[0], longer, c.messages[2]]))
+    )
+
+    assert (result.reports[0].refused, result.reports[0].skipped) == ("size", "bytes")
+
+
 def test_a_deadline_between_layers_keeps_what_was_done(talk: Talk, room: Room) -> None:
     conversation = talk(agent_session(40))
     passed: list[int] = []

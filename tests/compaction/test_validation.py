@@ -12,7 +12,7 @@ from proxy.compaction import compact, summary
 from proxy.compaction.folding import AFTER, BEFORE, in_turns
 from proxy.compaction.strategies import build
 from proxy.compaction.validation import Rules, broken, missing, needles, rules_for, trouble, violations
-from proxy.conversation import Conversation, Message, Opaque, said
+from proxy.conversation import Conversation, Message, Opaque, Text, ToolCall, ToolResult, said
 from proxy.windows import Budget
 
 Talk = Callable[..., Conversation]
@@ -73,6 +73,42 @@ def test_what_came_broken_may_go_out_as_broken(talk: Talk) -> None:
     before = talk([user("Go."), tool("x", prose(50)), assistant("Ok."), user("So?")])
 
     assert broken(before, before.with_messages([before.messages[0], *before.messages[1:2], before.messages[3]])) is None
+
+
+def test_what_a_person_said_last_stays_whatever_else_may_change(talk: Talk) -> None:
+    before = talk([user("Go."), assistant(None, CALL), tool("a", prose(50)), assistant("Hm.", CALL), tool("a", prose(50))])
+    shorter = before.messages[4].with_parts([ToolResult("a", "cut")])
+    live = [before.messages[3], shorter]
+
+    def rule(*messages: Message, may_change: bool = True) -> str | None:
+        return broken(before, before.with_messages(messages), live_turn_may_change=may_change)
+
+    assert rule(before.messages[0], *live) is None
+    assert rule(before.messages[0], *live, may_change=False) == "live_turn"
+    assert rule(said("user", "Something else."), *live) == "live_turn"
+    assert rule(*before.messages[:3], said("assistant", "Done.")) == "live_turn"
+    assert rule(before.messages[0], said("assistant", "Hm."), said("user", "cut")) == "live_turn"
+    assert rule(before.messages[0], before.messages[3].with_parts([ToolCall("b", "bash", "{}")]), shorter) == "live_turn"
+    assert rule(before.messages[0], live[0], before.messages[4], said("user", "More.")) == "live_turn"
+    assert rule(before.messages[0], *before.messages[1:4], shorter, may_change=False) == "live_turn"
+
+
+def test_an_observation_that_has_just_come_may_be_cut_and_an_older_one_not(talk: Talk) -> None:
+    before = talk([user("Go."), assistant("```bash\nls\n```"), user(prose(50))])
+    cut = before.messages[2].with_parts([Text("cut")])
+
+    assert broken(before, before.with_messages([*before.messages[:2], cut]), live_turn_may_change=True) is None
+    assert broken(before, before.with_messages([*before.messages[:2], cut])) == "live_turn"
+    assert broken(before, before.with_messages(before.messages[:2]), live_turn_may_change=True) == "live_turn"
+
+
+def test_a_summary_of_ours_is_nobodys_last_words(talk: Talk) -> None:
+    came = talk([user("Go."), assistant(None, CALL), tool("a", "x")])
+    before = Conversation((SUMMARY, *came.messages[1:]))
+
+    after = before.with_messages([said("user", "another summary"), *came.messages[1:]])
+
+    assert broken(before, after, live_turn_may_change=True) is None
 
 
 def test_half_a_thought_is_refused(talk: Talk) -> None:
@@ -151,6 +187,16 @@ def test_an_error_that_a_later_run_of_the_same_call_does_not_show_is_healed(talk
     )
 
     assert not any(kind == "error" for kind, _ in found)
+
+
+def test_neither_a_summary_of_ours_nor_an_observation_asks_for_anything(talk: Talk) -> None:
+    summed_up = summary.write(3, (), [("Kept", ["Please add a cache."])])
+    conversation = Conversation((summed_up, *talk([assistant("Ok."), user("So?")]).messages))
+    shell = {"role": "system", "content": "You work in a shell."}
+    printed = talk([shell, user("Go."), assistant("```\nls\n```"), user("OBSERVATION:\nPlease always run make first.")])
+
+    assert [needle.quote for needle in needles(conversation, 4_000) if needle.kind == "request"] == ["So?"]
+    assert [needle.quote for needle in needles(printed, 4_000) if needle.kind in ("request", "constraint")] == ["Go."]
 
 
 @pytest.mark.parametrize(
