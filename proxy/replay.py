@@ -87,6 +87,7 @@ class Tally:
             "requests": self.requests,
             "compacted": self.compacted,
             "events": self.events,
+            "events_per_100_requests": round(100 * self.events / self.requests, 1) if self.requests else 0.0,
             "tokens_received": self.received,
             "tokens_forwarded": self.forwarded,
             "tokens_saved_share": round(saved / self.received, 4) if self.received else 0.0,
@@ -206,6 +207,7 @@ def _stands_in(name: str, text: str) -> bool:
 HEADINGS = (
     ("requests", "requests"),
     ("events", "events"),
+    ("per 100", "events_per_100_requests"),
     ("saved", "tokens_saved_share"),
     ("facts", "facts_kept_share"),
     ("lost", "critical_lost"),
@@ -218,9 +220,10 @@ HEADINGS = (
     ("turn ms", "turn_ms"),
 )
 LEGEND = (
-    "saved, facts: shares of tokens, and of what the next turn used and had been sent, in compacted requests; lost: critical\n"
-    "items; breaks: forwarded prefixes that changed (outside: not at an event); fit: forwarded requests within the window;\n"
-    "floor: what cannot be removed is too large; invalid: arrays with a fault that they did not come with."
+    "per 100: events in 100 requests; saved, facts: shares of tokens, and of what the next turn used and had been sent, in\n"
+    "compacted requests; lost: critical items; breaks: forwarded prefixes that changed (outside: not at an event); fit: forwarded\n"
+    "requests within the window; floor: what cannot be removed is too large; invalid: arrays with a fault that they did not come\n"
+    "with."
 )
 
 
