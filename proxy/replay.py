@@ -221,9 +221,9 @@ HEADINGS = (
 )
 LEGEND = (
     "per 100: events in 100 requests; saved, facts: shares of tokens, and of what the next turn used and had been sent, in\n"
-    "compacted requests; lost: critical items; breaks: forwarded prefixes that changed (outside: not at an event); fit: forwarded\n"
-    "requests within the window; floor: what cannot be removed is too large; invalid: arrays with a fault that they did not come\n"
-    "with."
+    "compacted requests; lost: critical items; breaks: forwarded prefixes that changed (outside: not at an event);\n"
+    "fit: forwarded requests within the window; floor: what cannot be removed is too large; invalid: arrays with a fault\n"
+    "that they did not come with."
 )
 
 
