@@ -7,6 +7,7 @@ serves everyone else meanwhile.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from proxy.checkpoints.trail import Move, Trail
 from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.pipeline import compact
 from proxy.compaction.strategies import ask_for_ages, with_ages
+from proxy.compaction.summary import sealing
 from proxy.compaction.validation import OPENAI, Rules
 from proxy.conversation import Conversation, Message
 from proxy.errors import ClientError, Unreadable
@@ -104,7 +106,8 @@ class Decision:
     body: the bytes to forward instead of those that came; None: as it came. reason: why nothing was done, or why it failed.
     before, after: prompt tokens by our count; None where they were not counted (yet). layers: who had a part in `after`.
     seconds: our own time by phase. prefix_break: why the upstream's prompt cache is of no use from some message on, where that
-    is known: `event`, `edit`, `new_conversation`. rewritten: tokens which it must read anew because of an event.
+    is known: `event`, `edit`, `new_conversation`. rewritten: tokens which it must read anew because of an event. seal: the key
+    that this caller's summaries are sealed with.
     """
 
     outcome: Outcome
@@ -122,6 +125,7 @@ class Decision:
     seconds: Mapping[str, float] = field(default_factory=dict)
     prefix_break: str | None = None
     rewritten: int = 0
+    seal: bytes = field(default=b"", repr=False)
 
     @property
     def forwarded(self) -> int | None:
@@ -236,8 +240,10 @@ class Compactor:
         if self._seen is not None:
             self._seen.note(credential, measured.request.conversation.messages, time.monotonic())
         read = time.perf_counter()
-        decision = await self._judge(measured, len(body), mode)
-        return replace(decision, seconds={"read": read - started, **decision.seconds})
+        seal = blake2b(credential, key=blake2b(self._secret).digest()).digest()
+        with sealing(seal):
+            decision = await self._judge(measured, len(body), mode)
+        return replace(decision, seal=seal, seconds={"read": read - started, **decision.seconds})
 
     async def count(self, decision: Decision) -> Decision:
         """The decision with its tokens counted, off the event loop where that takes long."""
@@ -254,6 +260,10 @@ class Compactor:
 
         What the upstream counted corrects our own count for this one request.
         """
+        with sealing(decision.seal):
+            return await self._harder(decision, refused)
+
+    async def _harder(self, decision: Decision, refused: Overflow) -> Decision | None:
         request, forwarded = decision.request, decision.forwarded
         if request is None or not forwarded:
             return None
@@ -566,7 +576,9 @@ class Compactor:
         return await self._off_loop(lambda: ruler.total(conversation.messages))
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        # a thread does not inherit what is in force here: the key that summaries are sealed with
+        inherited = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: inherited.run(work))
 
 
 class _Walk:

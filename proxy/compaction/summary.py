@@ -7,7 +7,9 @@ at the end is a digest of all that stands before it, so that a summary is told b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -24,6 +26,8 @@ _COUNT = re.compile(r"quoted record of (\d+) earlier messages?(?: of (\d+) token
 _END = re.compile(r"\n§ end ([0-9a-f]{16})\]\Z")
 _ESCAPE = re.compile(r"^(\\*§)", re.M)
 _UNESCAPE = re.compile(r"^\\(\\*§)", re.M)
+
+_KEY: ContextVar[bytes] = ContextVar("seal", default=b"")
 
 Excerpt = tuple[str, Sequence[str]]
 """A label (step number and tool) and verbatim lines."""
@@ -72,8 +76,19 @@ def sealed(body: str, role: str = "user", key: bytes = b"") -> Message:
     return said(role, f"{OPENING}{body}\n{MARK} end {seal(body, key)}]")
 
 
+@contextmanager
+def sealing(key: bytes) -> Iterator[None]:
+    """Within the block, seals are made and recognized with this key where none is given: what a tool's output or another
+    caller's text holds is then never taken for a summary of ours, however well it imitates one."""
+    token = _KEY.set(key)
+    try:
+        yield
+    finally:
+        _KEY.reset(token)
+
+
 def seal(body: str, key: bytes = b"") -> str:
-    return blake2b(body.encode("utf-8", "surrogatepass"), digest_size=8, key=key[:64]).hexdigest()
+    return blake2b(body.encode("utf-8", "surrogatepass"), digest_size=8, key=(key or _KEY.get())[:64]).hexdigest()
 
 
 def is_summary(message: Message, key: bytes = b"") -> bool:
