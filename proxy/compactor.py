@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import re
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Any, Literal, TypeVar
 
-from proxy import __version__
+from proxy import __version__, tokens
 from proxy.checkpoints import CheckpointStore, open_store
 from proxy.checkpoints.chain import Chain, Digests, chain, namespace
 from proxy.checkpoints.checkpoint import Checkpoint
@@ -30,7 +31,7 @@ from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.pipeline import compact
 from proxy.compaction.strategies import ask_for_ages, with_ages
 from proxy.compaction.summary import sealing
-from proxy.compaction.validation import OPENAI, Rules
+from proxy.compaction.validation import OPENAI, Rules, violations
 from proxy.conversation import Conversation, Message
 from proxy.errors import ClientError, Unreadable
 from proxy.learned import Learned, has_media
@@ -65,6 +66,8 @@ UNSTATED_SHARE = 0.5
 """Of what was refused, when the upstream did not say how much it takes."""
 REPLAY_SHARE = 0.6
 """Of the deadline: what going through a history again may take; one event from what came is left the rest."""
+TAKES_ANY_TURN = re.compile(r"gpt-|chatgpt|o[134](-|$)|codex|claude|gemini")
+"""Models (bare names) whose hosts take messages in any order of roles."""
 LEAST_GAIN = 0.95
 """Of what came: an event that leaves more is not worth a broken prompt cache."""
 PRESSING = 0.9
@@ -279,7 +282,9 @@ class Compactor:
         started = time.perf_counter()
         stop = self._stop()
         result = await self._within(
-            lambda: compact(request.conversation, aim, self._layers, stop=stop, hard=True, rules=self._rules)
+            lambda: compact(
+                request.conversation, aim, self._layers, stop=stop, hard=True, rules=self.rules_of(request.conversation, model)
+            )
         )
         if result is None or result.tokens_after > aim.usable or result.tokens_after >= forwarded:
             return None
@@ -484,10 +489,10 @@ class Compactor:
         """
         measured = walk.measured
         came = measured.request.conversation
-        result = await self._within(self._last_resort(forwarded, aim))
+        result = await self._within(self._last_resort(forwarded, aim, measured.model))
         if forwarded is not came and (result is None or result.tokens_after > aim.usable):
             forwarded, checkpoint = came, None
-            result = await self._within(self._last_resort(came, aim))
+            result = await self._within(self._last_resort(came, aim, measured.model))
         if result is None or (result.reason == "deadline" and result.tokens_after > aim.usable):
             return measured.decided("none", "deadline", before)
         if result.tokens_after > aim.usable or result.tokens_after >= before:
@@ -554,10 +559,19 @@ class Compactor:
             return "no_gain"
         return None
 
-    def _last_resort(self, conversation: Conversation, aim: Budget) -> Callable[[], CompactionResult]:
+    def rules_of(self, conversation: Conversation, model: str) -> Rules:
+        """What must hold of this conversation when it is compacted. Local models' templates may refuse a conversation whose
+        user and assistant do not take turns: one that does take turns is left so."""
+        if self._rules.alternate or TAKES_ANY_TURN.match(tokens.bare_name(model)):
+            return self._rules
+        turns = Rules(alternate=True)
+        return turns if violations(conversation, turns)["alternation"] == 0 else self._rules
+
+    def _last_resort(self, conversation: Conversation, aim: Budget, model: str) -> Callable[[], CompactionResult]:
         """An event for a request that must become smaller, whatever it costs."""
         stop = self._stop()
-        return lambda: compact(conversation, aim, self._layers, stop=stop, hard=True, rules=self._rules)
+        rules = self.rules_of(conversation, model)
+        return lambda: compact(conversation, aim, self._layers, stop=stop, hard=True, rules=rules)
 
     def _stop(self, share: float = 1.0) -> Callable[[], bool]:
         limit = time.monotonic() + self._marks.timeout * share
@@ -698,12 +712,13 @@ class _Walk:
     def _compacted(self, conversation: Conversation, waiting: bool = True) -> CompactionResult:
         compactor = self._compactor
         layers = compactor.layers_now(self.measured) if waiting else compactor._layers
-        return compact(conversation, self.steady, layers, stop=self.stop, rules=compactor._rules)
+        rules = compactor.rules_of(conversation, self.measured.model)
+        return compact(conversation, self.steady, layers, stop=self.stop, rules=rules)
 
     def _with_summary(self, conversation: Conversation) -> CompactionResult:
         """The summary first, checked like any layer; the others where it is refused, or not enough."""
         assert self.summary is not None
-        rules = self._compactor._rules
+        rules = self._compactor.rules_of(conversation, self.measured.model)
         adopted = compact(conversation, self.steady, (self.summary,), stop=self.stop, rules=rules)
         if adopted.tokens_after <= self.steady.target:
             return adopted

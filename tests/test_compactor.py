@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -67,3 +68,19 @@ async def test_the_same_history_gives_the_same_bytes_in_another_process_of_ours(
 
     assert first.body == second.body
     assert first.body is not None
+
+
+@pytest.mark.parametrize(("model", "takes_turns"), [("mistral-small", True), ("gpt-4o", False)])
+async def test_a_local_models_conversation_that_takes_turns_still_does(model: str, takes_turns: bool) -> None:
+    settings = config.load({"models": {"*": {"window": 4_000, "reserve": 500}}}, {})
+    session: list[dict[str, object]] = [{"role": "system", "content": "Be brief."}]
+    for n in range(30):
+        session += [user(f"Question {n}. " + "word " * 150), {"role": "assistant", "content": f"Answer {n}. " + "term " * 100}]
+    session.append(user("Last?"))
+
+    decision = await build_compactor(settings, build_windows(settings)).decide(chat(session, model=model), PATH, Wish())
+
+    assert decision.body is not None
+    roles = [message["role"] for message in json.loads(decision.body)["messages"]][1:]
+    alternating = all(a != b for a, b in itertools.pairwise(roles)) and roles[0] == "user"
+    assert alternating is takes_turns
