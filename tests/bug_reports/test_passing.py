@@ -319,9 +319,7 @@ def test_H226_H208_two_credentials_share_nothing_but_the_outcome(lab: Lab) -> No
     again = lab.send(request.having(authorization="Bearer one"), upstreams.silent)
     assert again.answer.outcome == "reused"
     assert again.forwarded == first.forwarded
-    # the same words; only the seal, which each caller has a key of its own for, differs
-    words = [re.sub(rb" end [0-9a-f]{16}\]", b"", one.forwarded) for one in (first, second)]
-    assert words[0] == words[1]
+    # each caller's summaries bear a seal of its own
     assert first.forwarded != second.forwarded
 
 
