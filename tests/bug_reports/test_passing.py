@@ -6,7 +6,6 @@ import gzip
 import http.client
 import json
 import random
-import re
 import signal
 import threading
 import time
