@@ -200,13 +200,19 @@ def _bounds(picks: Picks, needs: Mapping[str, float]) -> list[dict[int, float]]:
     return found
 
 
+GAPS = ("…", "[…")
+"""How a line begins that only says that something was left out: an earlier event wrote it, and it is worth no room."""
+
+
 def fill(picks: Picks, room: float) -> None:
     """Spend what is left on the newest lines."""
     for source in range(len(picks.sources) - 1, -1, -1):
         for line in range(len(picks.scans[source].lines) - 1, -1, -1):
             if picks.spent >= room:
                 return
-            if line not in picks.chosen[source] and picks.spent + picks.cost(source, line) <= room:
+            if line in picks.chosen[source] or picks.scans[source].lines[line].startswith(GAPS):
+                continue
+            if picks.spent + picks.cost(source, line) <= room:
                 picks.take(source, line)
 
 
@@ -229,7 +235,7 @@ def in_place(text: str, chosen: set[int]) -> str:
     if len(chosen) == len(scan.lines):
         return text
     if not chosen:
-        return f"[… {len(scan.lines)} lines left out]"
+        return f"[… {len(scan.lines)} line{'s' if len(scan.lines) > 1 else ''} left out]"
     out: list[str] = []
     previous = -1
     for line in sorted(chosen):
