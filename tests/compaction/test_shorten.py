@@ -165,6 +165,29 @@ def test_a_long_json_array_stays_json_and_keeps_head_tail_and_the_odd_ones_out()
     assert any(isinstance(item, str) and "of 500 items cut" in item for item in value)
 
 
+def test_a_json_text_of_millions_of_characters_is_no_exception() -> None:
+    rows = [{"id": n, "state": "failed" if n == 9_000 else "ok", "note": "steady " * 9} for n in range(15_000)]
+    text = json.dumps(rows)
+
+    made = shorten(text, 4_000)
+
+    assert len(text) > 1_000_000
+    assert len(made) <= 4_000
+    assert rows[9_000] in json.loads(made)
+    assert rows[0] in json.loads(made)
+
+
+def test_a_very_long_json_text_that_fits_without_its_white_space_loses_nothing_else() -> None:
+    rows = [{"id": n} for n in range(15_000)]
+    text = json.dumps(rows, indent=40)
+
+    made = shorten(text, 300_000)
+
+    assert len(text) > 1_000_000
+    assert len(made) <= 300_000
+    assert json.loads(made) == rows
+
+
 def test_numbers_in_json_are_never_rewritten() -> None:
     text = json.dumps({"rows": ["x" * 50] * 40})[:-1] + ', "big": 123456789012345678901234567890, "small": 1.10, "exp": 1E5}'
 
