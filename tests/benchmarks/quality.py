@@ -147,10 +147,14 @@ def cycles(times: int) -> None:
         text = "\n".join(message.text for message in talk.messages) + "\n".join(
             call.arguments for message in talk.messages for call in message.calls
         )
-        kept["constraints"].extend(quote in text for quote in first.constraints)
-        kept["open requests"].extend(request.text in text for request in first.open_requests)
-        kept["unresolved errors"].extend(failure.first in text for failure in first.unresolved)
-        kept["edited files"].extend(use.path in text for use in first.files if use.edited)
+        words = "".join(text.split())  # a quote of several lines is indented in a summary
+        for what, quotes in {
+            "constraints": first.constraints,
+            "open requests": [request.text for request in first.open_requests],
+            "unresolved errors": [failure.first for failure in first.unresolved],
+            "edited files": [use.path for use in first.files if use.edited],
+        }.items():
+            kept[what].extend("".join(quote.split()) in words for quote in quotes)
     print(
         f"\n{times} compactions in a row, {len(sizes)} conversations: of what the first summary held, the last request still holds"
     )
