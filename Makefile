@@ -36,7 +36,7 @@ run: $(VENV)/.run  ## start the proxy; ARGS="--upstream http://…" passes flags
 	@exec $(BIN)/python -m proxy serve $(ARGS)
 
 test: $(VENV)/.dev  ## run the tests; ARGS passes flags to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 demo: $(VENV)/.demo  ## a real llama.cpp server, a conversation that is too long for it, and the proxy between
 	@$(BIN)/python tests/demo.py
