@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 
 @dataclass
@@ -75,6 +78,31 @@ def running_proxy(*flags: str, environment: dict[str, str] | None = None, cwd: s
             output.join(5)
         process.stdout.close()
         process.stderr.close()
+
+
+def send(
+    proxy: RunningProxy, body: bytes = b"", path: str = "/v1/chat/completions", method: str = "POST", **headers: str
+) -> tuple[int, http.client.HTTPMessage, bytes]:
+    """One request on a connection of its own: status, headers, body. Headers are named with `_` for `-`."""
+    connection = http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=30)
+    try:
+        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        return answer.status, answer.headers, answer.read()
+    finally:
+        connection.close()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the other side ends the connection, in whatever way."""
+    got = b""
+    try:
+        while data := connection.recv(65536):
+            got += data
+    except ConnectionError:
+        pass
+    connection.close()
+    return got
 
 
 def _collect(pipe: object, lines: list[str]) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 from builders import agent_session, chat, user
 from fakes import Reply, ScriptedUpstream, completion
-from running import RunningProxy, running_proxy
+from running import RunningProxy, running_proxy, send
 
 LONG = agent_session(30, 300)
 
@@ -21,18 +21,6 @@ LONG = agent_session(30, 300)
 def proxy(_scripted: ScriptedUpstream) -> Iterator[RunningProxy]:
     with running_proxy("--upstream", _scripted.url) as running:
         yield running
-
-
-def send(
-    proxy: RunningProxy, body: bytes = b"", path: str = "/v1/chat/completions", method: str = "POST", **headers: str
-) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=30)
-    try:
-        connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
-        answer = connection.getresponse()
-        return answer.status, answer.headers, answer.read()
-    finally:
-        connection.close()
 
 
 def figure(proxy: RunningProxy, name: str) -> float:

@@ -6,12 +6,11 @@ import gzip
 import http.client
 import json
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 import pytest
 from builders import agent_session, chat, user
 from fakes import Received, Reply, ScriptedUpstream, completion, event, stream
-from running import RunningProxy, running_proxy
+from running import RunningProxy, running_proxy, send
 
 LONG = agent_session(30, 300)
 USAGE = {"prompt_tokens": 4_000, "completion_tokens": 2, "total_tokens": 4_002}
@@ -32,17 +31,6 @@ def plain(_scripted: ScriptedUpstream) -> Iterator[RunningProxy]:
 def proxy(_scripted: ScriptedUpstream) -> Iterator[RunningProxy]:
     with running_proxy("--upstream", _scripted.url, environment=ON) as running:
         yield running
-
-
-def send(proxy: RunningProxy, body: bytes, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=30)
-    try:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request("POST", "/v1/chat/completions", body, named)
-        answer = connection.getresponse()
-        return answer.status, answer.headers, answer.read()
-    finally:
-        connection.close()
 
 
 def told(headers: http.client.HTTPMessage, what: str) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from running import read_all
 
 from proxy import server
 from proxy.server import CannotListen, bind, running
@@ -418,17 +419,6 @@ class Served:
     def end(self) -> tuple[int, str]:
         _, errors = self.process.communicate()
         return self.process.returncode, errors
-
-
-def read_all(connection: socket.socket) -> bytes:
-    got = b""
-    try:
-        while data := connection.recv(65536):
-            got += data
-    except ConnectionError:
-        pass
-    connection.close()
-    return got
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

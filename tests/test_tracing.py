@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from builders import agent_session, chat, user
 from fakes import Received, Reply, ScriptedUpstream, completion, stream, too_long
-from running import RunningProxy, running_proxy
+from running import RunningProxy, running_proxy, send
 
 from proxy.config import load
 from proxy.errors import ConfigError
@@ -69,17 +69,6 @@ def proxy(upstream: ScriptedUpstream, collecting: ScriptedUpstream) -> Iterator[
     }
     with running_proxy("--upstream", upstream.url, environment=environment) as running:
         yield running
-
-
-def send(proxy: RunningProxy, body: bytes, **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
-    connection = http.client.HTTPConnection(urlsplit(proxy.url).netloc, timeout=30)
-    try:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request("POST", "/v1/chat/completions", body, named)
-        answer = connection.getresponse()
-        return answer.status, answer.headers, answer.read()
-    finally:
-        connection.close()
 
 
 def attributes(holder: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from running import read_all
 
 PROGRAM = """
 import asyncio, json, os, sys
@@ -91,17 +92,6 @@ class Workers:
     def end(self) -> tuple[int, str, str]:
         output, errors = self.process.communicate()
         return self.process.returncode, output, errors
-
-
-def read_all(connection: socket.socket) -> bytes:
-    got = b""
-    try:
-        while data := connection.recv(65536):
-            got += data
-    except ConnectionError:
-        pass
-    connection.close()
-    return got
 
 
 def alive(pid: int) -> bool:
