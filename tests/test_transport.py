@@ -17,7 +17,7 @@ import httpx
 import pytest
 import respx
 import trustme
-from live.toxic import Exchange, Toxic, events
+from live.toxic import Exchange, Toxic, events, never_accepting
 
 from proxy.errors import UpstreamError
 from proxy.transport import Origin, Patience, Sockets, SocketTransport
@@ -578,22 +578,14 @@ async def test_a_plain_upstream_behind_https_is_said() -> None:
 
 
 async def test_a_connection_that_is_never_accepted_runs_out_of_time() -> None:
-    full = socket.socket()
-    full.bind(("127.0.0.1", 0))
-    full.listen(0)
-    fillers = [socket.socket() for _ in range(4)]
-    for filler in fillers:
-        filler.setblocking(False)
-        filler.connect_ex(full.getsockname())
-    upstream = Upstream(f"http://127.0.0.1:{full.getsockname()[1]}", connect_timeout=0.2)
+    with never_accepting() as url:
+        upstream = Upstream(url, connect_timeout=0.2)
 
-    with pytest.raises(UpstreamError) as caught:
-        await post(upstream)
+        with pytest.raises(UpstreamError) as caught:
+            await post(upstream)
 
+        await upstream.aclose()
     assert (caught.value.reason, caught.value.status, caught.value.code) == ("timeout", 504, "upstream_timeout")
-    await upstream.aclose()
-    for filler in [full, *fillers]:
-        filler.close()
 
 
 async def test_the_second_address_is_tried_when_the_first_refuses(toxic: Toxic, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import trustme
 from live.conftest import BODY, Product, Start, leave, request, settled
-from live.toxic import VOCABULARY, Exchange, Toxic, completion, events
+from live.toxic import VOCABULARY, Exchange, Toxic, completion, events, never_accepting
 
 pytestmark = pytest.mark.anyio
 
@@ -78,18 +78,10 @@ async def test_a_certificate_that_nobody_signed_is_a_502(start: Start, transport
 
 
 async def test_a_connection_that_is_never_accepted_is_a_504(start: Start) -> None:
-    full = socket.socket()
-    full.bind(("127.0.0.1", 0))
-    full.listen(0)
-    fillers = [socket.socket() for _ in range(4)]
-    for filler in fillers:
-        filler.setblocking(False)
-        filler.connect_ex(full.getsockname())
-
-    async with start(f"http://127.0.0.1:{full.getsockname()[1]}", connect_timeout=0.2) as product:
+    async with contextlib.AsyncExitStack() as opened:
+        url = opened.enter_context(never_accepting())
+        product = await opened.enter_async_context(start(url, connect_timeout=0.2))
         answer = await product.post()
-    for filler in (full, *fillers):
-        filler.close()
 
     assert is_ours(answer, 504, "upstream_timeout")
 
@@ -379,14 +371,9 @@ async def test_a_client_that_leaves_before_its_request_is_whole_leaves_nothing_u
 
 @pytest.mark.parametrize("how", ["FIN", "RST"])
 async def test_a_client_that_leaves_while_we_connect_is_forgotten(start: Start, how: str) -> None:
-    full = socket.socket()
-    full.bind(("127.0.0.1", 0))
-    full.listen(0)
-    fillers = [socket.socket() for _ in range(4)]
-    for filler in fillers:
-        filler.setblocking(False)
-        filler.connect_ex(full.getsockname())
-    async with start(f"http://127.0.0.1:{full.getsockname()[1]}", connect_timeout=30.0) as product:
+    async with contextlib.AsyncExitStack() as opened:
+        url = opened.enter_context(never_accepting())
+        product = await opened.enter_async_context(start(url, connect_timeout=30.0))
         before = open_files()
         _, writer = await product.raw(request())
         await settled(lambda: open_files() >= before + 3)  # the client's socket, our end of it, the one being connected
@@ -394,8 +381,6 @@ async def test_a_client_that_leaves_while_we_connect_is_forgotten(start: Start, 
         leave(writer, how)
 
         await settled(lambda: open_files() <= before)
-    for filler in (full, *fillers):
-        filler.close()
 
 
 async def test_hundreds_of_clients_that_leave_at_random_leave_nothing_behind(toxic: Toxic, product: Product) -> None:

@@ -8,6 +8,7 @@ or a coroutine function that takes the Exchange. `upstream.script` gives the nex
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
 import random
@@ -15,7 +16,7 @@ import re
 import socket
 import struct
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import brotli
@@ -232,6 +233,23 @@ def _find(behavior: str | Behavior) -> tuple[Behavior, str]:
         return behavior, ""
     name, argument = re.fullmatch(r"([a-z0-9_|]+)[:(]?(.*?)\)?", behavior).groups()  # type: ignore[union-attr]
     return VOCABULARY[name], argument
+
+
+@contextlib.contextmanager
+def never_accepting() -> Iterator[str]:
+    """The URL of a listener whose queue is full: connecting to it neither succeeds nor fails."""
+    full = socket.socket()
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    fillers = [socket.socket() for _ in range(4)]
+    try:
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        yield f"http://127.0.0.1:{full.getsockname()[1]}"
+    finally:
+        for one in (full, *fillers):
+            one.close()
 
 
 def seconds(text: str, otherwise: float = WAIT) -> float:
