@@ -8,7 +8,7 @@ import msgspec
 
 from proxy import overflow
 from proxy.arrivals import Headers, Send, header
-from proxy.compactor import Decision
+from proxy.decisions import Decision
 from proxy.errors import Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, saved
 from proxy.upstream import Answer

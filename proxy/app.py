@@ -26,7 +26,7 @@ from proxy.admin import Readiness, admin_app
 from proxy.checkpoints import CheckpointStore, OpenedStore, open_store
 from proxy.compaction.strategies import Pipeline, build
 from proxy.compaction.validation import rules_for
-from proxy.compactor import Compactor, Marks
+from proxy.compactor import Compactor
 from proxy.config import Config, Log
 from proxy.discovery import Discoverer
 from proxy.endpoints import Options, Proxy
@@ -45,6 +45,7 @@ from proxy.summarizers.kimi import KimiSummarizer
 from proxy.summarizers.redaction import origin
 from proxy.telling import Explainer
 from proxy.upstream import Upstream
+from proxy.walk import Marks
 from proxy.windows import Windows, built_in
 
 if TYPE_CHECKING:

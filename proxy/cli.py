@@ -19,8 +19,8 @@ import yaml
 from proxy import __version__, app, config, replay, tokens
 from proxy.compaction import CompactionResult
 from proxy.compaction.pipeline import compact
-from proxy.compactor import Wish
 from proxy.config import Config
+from proxy.decisions import Wish
 from proxy.errors import CompactionProxyError, ConfigError, Unreadable
 from proxy.windows import Budget, Window, Windows, budget
 from proxy.wire import Request, chat_completions, slices

@@ -26,7 +26,8 @@ from proxy.answers import (
     with_usage_raised,
 )
 from proxy.arrivals import Body, Headers, Receive, Scope, Send, Upload, header, while_client_stays
-from proxy.compactor import Compactor, Decision, Wish, read_wish
+from proxy.compactor import Compactor
+from proxy.decisions import Decision, Wish, read_wish
 from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, record_of
 from proxy.metrics import ANY, CHAT, COMPACT, Metrics

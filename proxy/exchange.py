@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from proxy.compaction import CriticalItems
-from proxy.compactor import Decision
+from proxy.decisions import Decision
 from proxy.pricing import cache_break_cost, cost_saved
 from proxy.records import RequestRecord, saved_by_layer
 from proxy.wire.sse import Usage

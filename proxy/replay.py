@@ -15,8 +15,9 @@ import msgspec
 
 from proxy.compaction import entities
 from proxy.compaction.validation import violations
-from proxy.compactor import Compactor, Decision, Wish
+from proxy.compactor import Compactor
 from proxy.conversation import Conversation, Message, Opaque, ToolCall
+from proxy.decisions import Decision, Wish
 from proxy.wire import chat_completions, slices
 
 PATH = "/v1/chat/completions"

@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from proxy.compaction import CompactionResult
-from proxy.compactor import Decision
+from proxy.decisions import Decision
 from proxy.exchange import OURS, saved
 from proxy.explain import Explanations, explain, new_id
 from proxy.metrics import printable

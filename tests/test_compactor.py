@@ -11,7 +11,8 @@ from builders import agent_session, chat, user
 from proxy import config
 from proxy.app import build_compactor, build_windows
 from proxy.compaction import summary
-from proxy.compactor import Compactor, Decision, Wish
+from proxy.compactor import Compactor
+from proxy.decisions import Decision, Wish
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"

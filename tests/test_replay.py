@@ -12,7 +12,7 @@ from builders import agent_session, assistant, user
 
 from proxy import config
 from proxy.app import build_compactor, build_windows
-from proxy.compactor import Wish
+from proxy.decisions import Wish
 from proxy.errors import Unreadable
 from proxy.replay import Tally, read_row, replay
 

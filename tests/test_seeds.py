@@ -26,9 +26,11 @@ from proxy.compaction.microcompact import Microcompact
 from proxy.compaction.pipeline import Admitted
 from proxy.compaction.plan import History
 from proxy.compaction.strategies import build
-from proxy.compactor import Compactor, Decision, Marks, Wish
+from proxy.compactor import Compactor
 from proxy.config import Model
 from proxy.conversation import Conversation
+from proxy.decisions import Decision, Wish
+from proxy.walk import Marks
 from proxy.windows import Budget, Windows
 from proxy.wire import chat_completions
 

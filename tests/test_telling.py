@@ -10,7 +10,7 @@ import pytest
 from builders import agent_session, chat
 
 from proxy import tokens
-from proxy.compactor import Decision
+from proxy.decisions import Decision
 from proxy.explain import Explanation, Explanations
 from proxy.telling import PENDING, Explainer, is_notable
 from proxy.windows import Budget

@@ -9,8 +9,10 @@ from builders import agent_session, assistant, chat, prose, user
 
 from proxy.checkpoints.memory import MemoryStore
 from proxy.compaction.strategies import build as build_layers
-from proxy.compactor import Compactor, Marks, Wish
+from proxy.compactor import Compactor
 from proxy.config import Model, Price
+from proxy.decisions import Wish
+from proxy.walk import Marks
 from proxy.windows import Windows
 from proxy.wire.sse import Usage
 

@@ -5,13 +5,14 @@ import json
 import pytest
 from builders import assistant, chat, prose, user
 
-from proxy import compactor as room
 from proxy.checkpoints.chain import Digests
 from proxy.checkpoints.first_seen import FirstSeen
 from proxy.compaction.strategies import ask_for_ages, build
-from proxy.compactor import Compactor, Marks
+from proxy.compactor import Compactor
 from proxy.config import Model
 from proxy.conversation import said
+from proxy.decisions import Wish
+from proxy.walk import Marks
 from proxy.windows import Windows
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +36,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(room, "time", clock)
+    monkeypatch.setattr("proxy.compactor.time", clock)
+    monkeypatch.setattr("proxy.walk.time", clock)
     return clock
 
 
@@ -79,7 +81,7 @@ def proxied(strategy):
 
 
 async def forwarded(compactor, messages):
-    decision = await compactor.decide(chat(messages), PATH, room.Wish())
+    decision = await compactor.decide(chat(messages), PATH, Wish())
     return None if decision.body is None else json.loads(decision.body)["messages"]
 
 

@@ -11,9 +11,10 @@ from proxy.checkpoints.memory import MemoryStore
 from proxy.compaction import summary
 from proxy.compaction.strategies import build as build_layers
 from proxy.compaction.validation import violations
-from proxy.compactor import Compactor, Wish
+from proxy.compactor import Compactor
 from proxy.config import Model
 from proxy.conversation import Conversation
+from proxy.decisions import Wish
 from proxy.summarizers.anchored import AnchoredSummarizer
 from proxy.summarizers.background import Background, Terms
 from proxy.summarizers.call import Caller, Settings
@@ -65,7 +66,7 @@ async def proxy_for():
 
 async def settled(compactor):
     """Lets what is prepared in the background come to its end."""
-    if tasks := list(compactor._summaries._ready._tasks.values()):
+    if tasks := list(compactor._events._summaries._ready._tasks.values()):
         await asyncio.wait(tasks)
     await asyncio.sleep(0)
 

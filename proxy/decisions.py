@@ -1,0 +1,98 @@
+"""What becomes of one request: what its client wishes, what it was found to be, and what was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from proxy.compaction import CompactionResult
+from proxy.errors import ClientError
+from proxy.summarizers import Headers
+from proxy.tokens.chat import ChatRuler
+from proxy.windows import Budget, Window
+from proxy.wire import Request
+
+Mode = Literal["auto", "off", "force", "shadow"]
+MODES: tuple[Mode, ...] = ("off", "force", "shadow")
+Outcome = Literal["none", "applied", "reused", "shadow", "bypassed", "failed", "rejected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the client's control headers ask for. window: tokens; may only narrow."""
+
+    mode: Mode = "auto"
+    window: int | None = None
+
+
+def read_wish(headers: Mapping[bytes, bytes]) -> Wish:
+    """The control headers' meaning. Raises ClientError (400) that names a value that we do not know."""
+    mode = headers.get(b"x-compaction", b"").decode("latin-1").strip().lower()
+    if mode and mode not in MODES:
+        raise _unknown("x-compaction", mode, "off, force or shadow")
+    narrow = headers.get(b"x-compaction-window")
+    if narrow is not None and not (narrow.isdigit() and int(narrow[:12]) > 0 and len(narrow) <= 12):
+        raise _unknown("x-compaction-window", narrow.decode("latin-1"), "a number of tokens above 0")
+    return Wish(next((known for known in MODES if known == mode), "auto"), None if narrow is None else int(narrow))
+
+
+def _unknown(header: str, value: str, takes: str) -> ClientError:
+    shown = "".join(c if c.isprintable() else "?" for c in value[:40])
+    return ClientError(f"unknown value {shown!r} of the header {header}: it takes {takes}", code="unknown_value", param=header)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What becomes of one request.
+
+    body: the bytes to forward instead of those that came; None: as it came. reason: why nothing was done, or why it failed.
+    before, after: prompt tokens by our count; None where they were not counted (yet). layers: who had a part in `after`.
+    seconds: our own time by phase. prefix_break: why the upstream's prompt cache is of no use from some message on, where that
+    is known: `event`, `edit`, `new_conversation`. rewritten: tokens which it must read anew because of an event. seal: the key
+    that this caller's summaries are sealed with.
+    """
+
+    outcome: Outcome
+    reason: str | None = None
+    body: bytes | None = None
+    request: Request | None = None
+    model: str | None = None
+    window: Window | None = None
+    budget: Budget | None = None
+    before: int | None = None
+    after: int | None = None
+    result: CompactionResult | None = None
+    layers: tuple[str, ...] = ()
+    is_event: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    prefix_break: str | None = None
+    rewritten: int = 0
+    seal: bytes = field(default=b"", repr=False)
+
+    @property
+    def forwarded(self) -> int | None:
+        """Prompt tokens of what goes to the upstream."""
+        return self.before if self.body is None else self.after
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A request that was understood.
+
+    budget: by what answers have taught, None while the model's window is unknown; steady: by the model's name alone.
+    credential: what the client authenticates with: nothing is shared beyond it. headers: it, as it came.
+    """
+
+    request: Request
+    model: str
+    window: Window | None
+    ruler: ChatRuler
+    budget: Budget | None
+    steady: Budget | None
+    credential: bytes
+    headers: Headers = ()
+
+    def decided(self, outcome: Outcome, reason: str | None = None, before: int | None = None) -> Decision:
+        """A decision that forwards it as it came."""
+        return Decision(outcome, reason, None, self.request, self.model, self.window, self.budget, before, before)
