@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, Protocol
 
-from proxy.errors import ClientGone
+from proxy.errors import ClientError, ClientGone
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -14,55 +14,129 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 Body = Sequence[bytes] | AsyncIterator[bytes]
 
+CLIENT = "compaction-proxy.client"
+"""The extension of the ASGI scope under which our own server tells more of the client than ASGI has words for."""
+
+
+class Client(Protocol):
+    """body_timeout: seconds that `receive` waits for the next piece of a body; it raises TimeoutError then."""
+
+    body_timeout: float | None
+
+    def when_left(self, tell: Callable[[], None] | None) -> None:
+        """Has `tell` called as soon as the client leaves before it has its answer; None: no longer."""
+        ...
+
+
+def client_of(scope: Scope) -> Client | None:
+    """None under a server that is not ours."""
+    extensions = scope.get("extensions")
+    client: Client | None = extensions.get(CLIENT) if extensions else None
+    return client
+
 
 def header(headers: Headers, name: bytes) -> str:
     """A header's value, empty when it is not there."""
-    return next((value for key, value in headers if key.lower() == name), b"").decode("latin-1")
+    for key, value in headers:
+        if key == name or key.lower() == name:
+            return value.decode("latin-1")
+    return ""
 
 
 class Upload:
-    """A request's body: the pieces at hand, then what the client still sends."""
+    """The body of a request, and the client behind it."""
 
-    def __init__(self, receive: Receive, pieces: Sequence[bytes] = (), *, more: bool) -> None:
-        self._receive, self._first = receive, pieces
-        self._read = asyncio.Event()
-        if not more:
-            self._read.set()
+    __slots__ = ("_client", "_receive", "first", "whole")
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """All of it in order. Raises ClientGone."""
-        for piece in self._first:
-            yield piece
-        while not self._read.is_set():
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            if not message.get("more_body", False):
-                self._read.set()
-            if piece := message.get("body", b""):
-                yield piece
+    def __init__(self, scope: Scope, receive: Receive, body_timeout: float | None = None) -> None:
+        """body_timeout: seconds that each piece may take, where our own server is in front."""
+        self._receive = receive
+        self._client = client_of(scope)
+        if self._client is not None:
+            self._client.body_timeout = body_timeout
+        self.first: Sequence[bytes] = ()
+        self.whole = False
+
+    async def read(self, most: int) -> None:
+        """Fills `first`, and tells in `whole` whether that is all; stops beyond `most` bytes. Raises ClientGone, ClientError."""
+        pieces: list[bytes] = []
+        size = 0
+        while not self.whole and size <= most:
+            if piece := await self._next():
+                pieces.append(piece)
+                size += len(piece)
+        self.first = pieces
+
+    @property
+    def body(self) -> Body:
+        """All of it: at hand, or as it comes."""
+        return self.first if self.whole else self._pieces()
+
+    async def while_client_stays(self, work: Awaitable[None]) -> None:
+        """Does the work; stops it at once when the client leaves. Raises ClientGone then."""
+        task = asyncio.current_task()
+        assert task is not None
+        gone = False
+
+        def leave() -> None:
+            nonlocal gone
+            gone = True
+            task.cancel()
+
+        tells = self._client or _Watcher(self)
+        tells.when_left(leave)
+        try:
+            await work
+        except asyncio.CancelledError:
+            if not gone:
+                raise
+            task.uncancel()
+            raise ClientGone from None
+        finally:
+            tells.when_left(None)
 
     async def left(self) -> None:
-        """Returns when the client has left. Waits for the whole body first: it tells by itself when it breaks off."""
-        await self._read.wait()
+        """Returns when the client has left. To be asked after the whole body is read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """Raises ClientGone, ClientError (408)."""
+        for piece in self.first:
+            yield piece
+        while not self.whole:
+            if piece := await self._next():
+                yield piece
 
-async def while_client_stays(work: Awaitable[None], left: Coroutine[Any, Any, None]) -> None:
-    """Does the work; stops it at once when the client leaves. Raises ClientGone then."""
-    task = asyncio.current_task()
-    assert task is not None
-    watcher = asyncio.ensure_future(left)
-    stop = lambda _: task.cancel()  # noqa: E731
-    watcher.add_done_callback(stop)
-    try:
-        await work
-    except asyncio.CancelledError:
-        if not watcher.done() or watcher.cancelled():
-            raise
-        task.uncancel()
-        raise ClientGone from None
-    finally:
-        watcher.remove_done_callback(stop)
-        watcher.cancel()
+    async def _next(self) -> bytes:
+        try:
+            message = await self._receive()
+        except TimeoutError:
+            raise ClientError("the request's body did not arrive in time", status=408, code="request_timeout") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        self.whole = not message.get("more_body", False)
+        piece: bytes = message.get("body", b"")
+        return piece
+
+
+class _Watcher:
+    """Waits for the client's leaving by the words that ASGI has for it. An upload still under way tells by itself."""
+
+    def __init__(self, upload: Upload) -> None:
+        self._upload = upload
+        self._task: asyncio.Task[None] | None = None
+        self._tell: Callable[[], None] | None = None
+
+    def when_left(self, tell: Callable[[], None] | None) -> None:
+        self._tell = tell
+        if tell is None:
+            if self._task is not None:
+                self._task.cancel()
+        elif self._upload.whole:
+            self._task = asyncio.ensure_future(self._upload.left())
+            self._task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if self._tell is not None:
+            self._tell()

@@ -25,7 +25,7 @@ from proxy.answers import (
     told,
     with_usage_raised,
 )
-from proxy.arrivals import Body, Headers, Receive, Scope, Send, Upload, header, while_client_stays
+from proxy.arrivals import Body, Headers, Receive, Scope, Send, Upload, header
 from proxy.compactor import Compactor
 from proxy.decisions import Decision, Wish, read_wish
 from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
@@ -149,31 +149,35 @@ class Proxy:
 
     async def _pass(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """Everything that is no chat completion: streamed both ways."""
-        has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
-        # a body that comes in one piece is kept: the upstream's idle connections serve only what can be sent a second time
-        pieces, more = await self._read_body(receive, 0) if has_body else ((), False)
-        upload = Upload(receive, pieces, more=more)
-        await while_client_stays(self._relay(exchange, scope, upload.pieces() if more else pieces, send), upload.left())
+        upload = Upload(scope, receive, self._body_timeout)
+        if any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]):
+            # a body that comes in one piece is kept: the upstream's idle connections serve only what can be sent a second time
+            await upload.read(0)
+        else:
+            upload.whole = True
+        await upload.while_client_stays(self._relay(exchange, scope, upload.body, send))
 
     async def _chat(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
         wish = read_wish(dict(headers))
         self._discover(headers)
-        pieces, more = await self._read_body(receive)
-        upload = Upload(receive, pieces, more=more)
-        if more:
-            exchange.decision = Decision("none", "too_large")
-            await while_client_stays(self._relay(exchange, scope, upload.pieces(), send), upload.left())
+        upload = Upload(scope, receive, self._body_timeout)
+        await upload.read(self._max_body_bytes)
+        if upload.whole:
+            await upload.while_client_stays(self._line(exchange, scope, upload.first, wish, send))
         else:
-            await while_client_stays(self._line(exchange, scope, pieces, wish, send), upload.left())
+            exchange.decision = Decision("none", "too_large")
+            await upload.while_client_stays(self._relay(exchange, scope, upload.body, send))
 
     async def _compact(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """The sidecar: what would be forwarded, as an answer, and nothing sent anywhere."""
         wish = read_wish(dict(scope["headers"]))
         self._discover(scope["headers"])
-        pieces, more = await self._read_body(receive)
-        if more:
+        upload = Upload(scope, receive, self._body_timeout)
+        await upload.read(self._max_body_bytes)
+        if not upload.whole:
             raise ClientError("the body is too large", status=413, code="body_too_large")
+        pieces = upload.first
         wish = replace(wish, mode="force") if wish.mode == "auto" else wish
         decision = exchange.decision = await self._decide(scope, pieces, wish)
         decision = exchange.decision = await self._safely(self._compactor.count(decision), decision)
@@ -248,25 +252,6 @@ class Proxy:
         with OURS:
             return await work
         return otherwise
-
-    async def _read_body(self, receive: Receive, most: int | None = None) -> tuple[tuple[bytes, ...], bool]:
-        """The body's pieces, and whether there is more of it than `most` bytes. Raises ClientGone, ClientError (408)."""
-        most = self._max_body_bytes if most is None else most
-        pieces: list[bytes] = []
-        size, more = 0, True
-        while more and size <= most:
-            try:
-                async with asyncio.timeout(self._body_timeout):
-                    message = await receive()
-            except TimeoutError:
-                raise ClientError("the request's body did not arrive in time", status=408, code="request_timeout") from None
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            if piece := message.get("body", b""):
-                pieces.append(piece)
-                size += len(piece)
-            more = message.get("more_body", False)
-        return tuple(pieces), more
 
     async def _send(self, exchange: Exchange, scope: Scope, body: Body) -> Answer:
         """The upstream's answer as far as its head."""

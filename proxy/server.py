@@ -289,18 +289,8 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvicorn.Config("", log_config=None).get_loop_factory()
 
 
-def _says_nothing_new(record: logging.LogRecord) -> bool:
-    """Drop what uvicorn says about answers that were broken off on purpose: whoever did it has said so."""
-    if record.msg == "ASGI callable returned without completing response.":
-        return False
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
-
-
 def _quiet_uvicorn() -> None:
-    logger = logging.getLogger("uvicorn.error")
-    logger.setLevel(logging.WARNING)
-    if _says_nothing_new not in logger.filters:
-        logger.addFilter(_says_nothing_new)
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
 def flush_output() -> None:

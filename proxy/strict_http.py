@@ -9,145 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import struct
-from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from proxy.cycle import Cycle
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 200
 MAX_PIPELINED = 16
 """Requests that may wait behind one another on a connection before we stop reading it. Hardly any client sends two."""
-JOIN_BELOW = 64 * 1024
-"""A piece up to this size is copied to be written in one go with what frames it."""
 
 
 class _BadRequest(Exception):
     """Raised inside a parser callback: uvicorn then answers 400 and closes."""
 
 
-class _Cycle(RequestResponseCycle):
-    """uvicorn's request and answer, with the head and the first piece of the body in one write where both are at hand."""
-
-    _head = b""
-    _flusher: asyncio.Handle | None = None
-    _until_close = False
-
-    async def run_asgi(self, app: Any) -> None:
-        async def whole(scope: Any, receive: Any, send: Any) -> None:
-            try:
-                await app(scope, receive, send)
-            finally:
-                self._flush()
-                if self._until_close and not self.response_complete and not self.disconnected:
-                    _reset(self.transport)  # a clean end would be the end of the answer
-
-        await super().run_asgi(whole)
-
-    async def send(self, message: Any) -> None:
-        if self.flow.write_paused and not self.disconnected:
-            await self.flow.drain()
-        if self.disconnected:
-            return
-        kind = message["type"]
-        if kind == "http.response.body" and self.response_started:
-            if not self.response_complete:
-                self._send_body(message.get("body", b""), message.get("more_body", False))
-        elif kind == "http.response.start" and not self.response_started:
-            self._start(message["status"], message.get("headers", ()))
-        else:
-            raise RuntimeError(f"unexpected ASGI message {kind!r}")
-
-    def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        self.response_started = True
-        self.waiting_for_100_continue = False
-        bodiless = status in (204, 304)
-        parts = [STATUS_LINE[status]]
-        count, closing = len(headers) + 2, False
-        for name, value in headers:
-            parts += (name, b": ", value, b"\r\n")
-            if name == b"content-length":
-                self.expected_content_length, self.chunked_encoding = 0 if bodiless else int(value), False
-            elif name == b"connection" and value.lower() == b"close":
-                closing = True
-        if closing:
-            self.keep_alive = False
-        elif not self.keep_alive:
-            parts.append(b"connection: close\r\n")
-            count += 1
-        if self.chunked_encoding is None and self.scope["method"] != "HEAD" and not bodiless:
-            self._until_close = self.scope["http_version"] == "1.0"  # such a client does not know chunks
-            self.chunked_encoding = not self._until_close
-        if self.chunked_encoding:
-            parts.append(b"transfer-encoding: chunked\r\n")
-            count += 1
-        parts.append(b"\r\n")
-        head = b"".join(parts)
-        if head.count(b"\n") != count or head.count(b"\r") != count or b"\0" in head:
-            self.response_started = False
-            raise RuntimeError("invalid response header")
-        self._head = head
-        self._flusher = asyncio.get_running_loop().call_soon(self._flush)  # when the app waits first, the head leaves alone
-
-    def _flush(self) -> None:
-        head, self._head = self._head, b""
-        if head and not self.disconnected and not self.transport.is_closing():
-            self.transport.write(head)
-
-    def _send_body(self, body: bytes, more: bool) -> None:
-        parts: tuple[bytes, ...]
-        if self.scope["method"] == "HEAD":
-            self.expected_content_length, parts = 0, ()
-        elif self.chunked_encoding:
-            parts = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
-            if not more:
-                parts += (b"0\r\n\r\n",)
-        elif self._until_close:
-            parts = (body,) if body else ()
-        else:
-            self.expected_content_length -= len(body)
-            if self.expected_content_length < 0:
-                raise RuntimeError("the body is longer than its content-length")
-            parts = (body,) if body else ()
-        self._write(parts, len(body))
-        if not more:
-            self._complete()
-
-    def _write(self, parts: tuple[bytes, ...], size: int) -> None:
-        if self._head:
-            parts, self._head = (self._head, *parts), b""
-            if self._flusher is not None:
-                self._flusher.cancel()
-        if len(parts) == 1:
-            self.transport.write(parts[0])
-        elif size > JOIN_BELOW:
-            self.transport.writelines(parts)
-        elif parts:
-            self.transport.write(b"".join(parts))
-
-    def _complete(self) -> None:
-        if self.expected_content_length != 0:
-            raise RuntimeError("the body is shorter than its content-length")
-        self.response_complete = True
-        self.message_event.set()
-        if not self.keep_alive:
-            self.transport.close()
-        self.on_response()
-
-
-def _reset(transport: asyncio.Transport) -> None:
-    """End the connection with an RST, which no client takes for the end of an answer."""
-    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    transport.abort()
-
-
 class StrictHttp(HttpToolsProtocol):
     """uvicorn's httptools protocol with a deadline and limits for the head, and nothing ambiguous let through."""
 
     header_timeout = 10.0
+    scope: Any
+    cycle: Any  # a Cycle of ours in place of uvicorn's own
+    pipeline: Any
     _deadline: asyncio.TimerHandle | None = None
     _in_head = True
     _fields = 0
@@ -156,6 +41,7 @@ class StrictHttp(HttpToolsProtocol):
     _progress = 0
     _running: Any = None
     _poisoned = False
+    _idle_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -165,10 +51,11 @@ class StrictHttp(HttpToolsProtocol):
         self._stop_deadline()
         running, waiting = self._running, [cycle for cycle, _ in self.pipeline]
         super().connection_lost(exc)
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
         for cycle in (running, *waiting):  # uvicorn tells only the newest of several pipelined requests
-            if cycle is not None and not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+            if cycle is not None:
+                cycle.lose()
 
     def data_received(self, data: bytes) -> None:
         if self._poisoned:
@@ -205,7 +92,10 @@ class StrictHttp(HttpToolsProtocol):
         if self._fields > MAX_FIELDS or self._head_bytes > MAX_HEAD_BYTES:
             raise _BadRequest
         if self._in_head:  # what comes later is a trailer: dropped
-            super().on_header(name, value)
+            name = name.lower()
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -229,16 +119,12 @@ class StrictHttp(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:  # until then we read on, and so see the client leave
             self.flow.pause_reading()
 
-    def _cycle(self, keep_alive: bool) -> _Cycle:
-        return _Cycle(
-            scope=self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=False,
-            default_headers=[],
-            message_event=asyncio.Event(),
+    def _cycle(self, keep_alive: bool) -> Cycle:
+        return Cycle(
+            self.scope,
+            self.transport,
+            self.flow,
+            self.loop,
             expect_100_continue=self.expect_100_continue,
             keep_alive=keep_alive,
             on_response=self.on_response_complete,
@@ -249,7 +135,36 @@ class StrictHttp(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._progress += 1
-        super().on_body(body)
+        self.cycle.take(body)
+
+    def on_message_complete(self) -> None:
+        self.cycle.end_body()
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+            return
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """One timer a connection looks from time to time whether it is idle for too long: cheaper than one a request."""
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None or self.transport.is_closing():
+            return  # a request is under way: its end sets the next timer
+        left = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(left, self.timeout_keep_alive_handler)
+        else:
+            self.transport.close()
+
+    def _unset_keepalive_if_required(self) -> None:
+        self._idle_since = None
 
     def _check_head(self, version: str, method: bytes) -> None:
         hosts = 0

@@ -217,6 +217,7 @@ class _Connection(asyncio.Protocol):
             else:
                 self.transport.write(head)
                 self.upload = self.loop.create_task(self._send_pieces(body))
+                self.upload.add_done_callback(_heeded)
             while not self.headed and self.failure is None:
                 await self._wait()
             if not self.headed:
@@ -349,6 +350,12 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()
         else:
             self.lost = True
+
+
+def _heeded(upload: asyncio.Task[None]) -> None:
+    """Its failure is kept with the connection; the request may be over before anybody asks the task for it."""
+    if not upload.cancelled():
+        upload.exception()
 
 
 class Reply:

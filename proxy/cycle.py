@@ -1,0 +1,260 @@
+"""One request on a connection of ours, and the answer to it: what the app receives, sends, and is told of its client.
+
+It stands where uvicorn's own class for this stood. The pieces of a body are handed on as they came, a body that stalls and a
+client that leaves are told without a task or a timer for each request, and the head of an answer leaves together with the
+first piece of its body where both are at hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+
+from proxy.arrivals import CLIENT
+
+JOIN_BELOW = 64 * 1024
+"""A piece up to this size is copied to be written in one go with what frames it."""
+READ_AHEAD = 256 * 1024
+"""Bytes of a request held for the app before we stop reading: one full read of uvloop, so an app that keeps up never pauses."""
+App = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
+
+
+class Cycle:
+    """A request and its answer; what the app finds under CLIENT in its scope."""
+
+    __slots__ = (
+        "_chunked", "_end_told", "_flow", "_flusher", "_head", "_held", "_left_to_send", "_loop", "_on_left", "_on_response",
+        "_pieces", "_transport", "_until_close", "_waiter", "body_timeout", "disconnected", "keep_alive", "more_body",
+        "response_complete", "response_started", "scope", "waiting_for_100_continue",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        scope: MutableMapping[str, Any],
+        transport: asyncio.Transport,
+        flow: FlowControl,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        expect_100_continue: bool,
+        keep_alive: bool,
+        on_response: Callable[[], None],
+    ) -> None:
+        self.scope, self.keep_alive, self.waiting_for_100_continue = scope, keep_alive, expect_100_continue
+        self._transport, self._flow, self._loop, self._on_response = transport, flow, loop, on_response
+        scope["extensions"] = {CLIENT: self}
+        self.disconnected = self.response_started = self.response_complete = False
+        self.more_body = True
+        self.body_timeout: float | None = None
+        self._pieces: list[bytes] = []
+        self._held = 0
+        self._end_told = self._until_close = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._on_left: Callable[[], None] | None = None
+        self._chunked: bool | None = None
+        self._left_to_send = 0
+        self._head = b""
+        self._flusher: asyncio.Handle | None = None
+
+    # What the connection tells
+
+    def take(self, piece: bytes) -> None:
+        """A piece of the body has come."""
+        if self.response_complete:
+            return
+        self._pieces.append(piece)
+        self._held += len(piece)
+        if self._held > READ_AHEAD:
+            self._flow.pause_reading()
+        self.set()
+
+    def end_body(self) -> None:
+        """The body is whole."""
+        if not self.response_complete:
+            self.more_body = False
+            self.set()
+
+    def lose(self) -> None:
+        """The client has left."""
+        if self.response_complete:
+            return
+        self.disconnected = True
+        self.set()
+        if self._on_left is not None:
+            self._on_left()
+
+    @property
+    def message_event(self) -> Cycle:
+        """What uvicorn's protocol wakes the app through."""
+        return self
+
+    def set(self) -> None:
+        """There is news for `receive`."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    # What the app does
+
+    def when_left(self, tell: Callable[[], None] | None) -> None:
+        """Calls `tell` as soon as the client leaves before it has its answer, in whatever phase; None: no longer."""
+        self._on_left = tell
+        if tell is not None and self.disconnected:
+            tell()
+
+    async def receive(self) -> dict[str, Any]:
+        """Raises TimeoutError when the body's next piece does not come within `body_timeout`."""
+        if self.waiting_for_100_continue and not self._transport.is_closing():
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.waiting_for_100_continue = False
+        while not self.disconnected and not self.response_complete:
+            if self._pieces or not (self.more_body or self._end_told):
+                self._end_told = not self.more_body
+                return {"type": "http.request", "body": self._taken(), "more_body": self.more_body}
+            self._flow.resume_reading()
+            await self._news()
+        return {"type": "http.disconnect"}
+
+    def _taken(self) -> bytes:
+        pieces, self._pieces, self._held = self._pieces, [], 0
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    async def _news(self) -> None:
+        waiter = self._waiter = self._loop.create_future()
+        if not self.more_body or self.body_timeout is None:
+            await waiter
+            return
+        timer = self._loop.call_later(self.body_timeout, _run_late, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+
+    async def run_asgi(self, app: App) -> None:
+        """The app's answer to the request, however it ends; what the app raises is for the loop to log."""
+        try:
+            await app(self.scope, self.receive, self.send)
+        finally:
+            self._on_left = None
+            if not self.response_started and not self.disconnected:
+                self._fail()
+            self._flush()
+            if not self.response_complete and not self.disconnected:
+                self._break_off()
+            self._on_response = _nothing
+
+    def _break_off(self) -> None:
+        """The end of an answer that is not whole, so that no client takes it for a whole one."""
+        if self._until_close:  # a clean end would be the end of the answer: RST
+            self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self._transport.abort()
+        else:
+            self._transport.close()
+
+    def _fail(self) -> None:
+        """An answer in place of the one that the app did not give."""
+        body = b"Internal Server Error"
+        self._start(500, [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(body)), (b"connection", b"close")])
+        self._send_body(body, more=False)
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """Takes an ASGI message; waits while the client's socket is full."""
+        if self._flow.write_paused and not self.disconnected:
+            await self._flow.drain()
+        if self.disconnected:
+            return
+        kind = message["type"]
+        if kind == "http.response.body" and self.response_started:
+            if not self.response_complete:
+                self._send_body(message.get("body", b""), message.get("more_body", False))
+        elif kind == "http.response.start" and not self.response_started:
+            self._start(message["status"], message.get("headers", ()))
+        else:
+            raise RuntimeError(f"unexpected ASGI message {kind!r}")
+
+    def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        bodiless = status in (204, 304)
+        parts = [STATUS_LINE[status]]
+        count, closing = len(headers) + 2, False
+        for name, value in headers:
+            parts += (name, b": ", value, b"\r\n")
+            if name == b"content-length":
+                self._left_to_send, self._chunked = 0 if bodiless else int(value), False
+            elif name == b"connection" and value.lower() == b"close":
+                closing = True
+        if closing:
+            self.keep_alive = False
+        elif not self.keep_alive:
+            parts.append(b"connection: close\r\n")
+            count += 1
+        if self._chunked is None and self.scope["method"] != "HEAD" and not bodiless:
+            self._until_close = self.scope["http_version"] == "1.0"  # such a client does not know chunks
+            self._chunked = not self._until_close
+        if self._chunked:
+            parts.append(b"transfer-encoding: chunked\r\n")
+            count += 1
+        parts.append(b"\r\n")
+        head = b"".join(parts)
+        if head.count(b"\n") != count or head.count(b"\r") != count or b"\0" in head:
+            self.response_started = False
+            raise RuntimeError("invalid response header")
+        self._head = head
+        self._flusher = self._loop.call_soon(self._flush)  # when the app waits first, the head leaves alone
+
+    def _flush(self) -> None:
+        head, self._head = self._head, b""
+        if head and not self.disconnected and not self._transport.is_closing():
+            self._transport.write(head)
+
+    def _send_body(self, body: bytes, more: bool) -> None:
+        parts: tuple[bytes, ...] = (body,) if body else ()
+        if self.scope["method"] == "HEAD":
+            self._left_to_send, parts = 0, ()
+        elif self._chunked:
+            parts = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
+            if not more:
+                parts += (b"0\r\n\r\n",)
+        elif not self._until_close:
+            self._left_to_send -= len(body)
+            if self._left_to_send < 0:
+                raise RuntimeError("the body is longer than its content-length")
+        self._write(parts, len(body))
+        if not more:
+            self._complete()
+
+    def _write(self, parts: tuple[bytes, ...], size: int) -> None:
+        if self._head:
+            parts, self._head = (self._head, *parts), b""
+            if self._flusher is not None:
+                self._flusher.cancel()
+        if len(parts) == 1:
+            self._transport.write(parts[0])
+        elif size > JOIN_BELOW:
+            self._transport.writelines(parts)
+        elif parts:
+            self._transport.write(b"".join(parts))
+
+    def _complete(self) -> None:
+        if self._left_to_send != 0:
+            raise RuntimeError("the body is shorter than its content-length")
+        self.response_complete = True
+        self.set()
+        if not self.keep_alive:
+            self._transport.close()
+        self._on_response()
+
+
+def _run_late(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
+
+
+def _nothing() -> None:
+    """After the app has returned nobody is told of its answer's end."""
