@@ -28,6 +28,7 @@ from proxy.overflow import Overflow
 from proxy.summarizers import Headers
 from proxy.summarizers.background import Background
 from proxy.threads import Threads
+from proxy.tokens.calibration import WIDEST_MARGIN
 from proxy.tokens.chat import ChatRuler
 from proxy.walk import Marks, Policy
 from proxy.windows import Budget, Window, Windows, budget, requested_model
@@ -43,6 +44,8 @@ RENDERING = 2
 """Bound on how much longer tools are as the upstream renders them than as their JSON."""
 WORST_SLOPE = 2
 """Bound on how many tokens an upstream counts where we count one."""
+MOST_SURE = 1024
+"""Combinations of windows and wishes whose sure fit is kept; clients choose the wishes."""
 RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
@@ -79,6 +82,7 @@ class Compactor:
         self._max_body_bytes = max_body_bytes
         self._cache = chat_completions.MessageCache()
         self._prefixes = Prefixes()
+        self._sure: dict[tuple[int, int | None, int | None, Mode], tuple[Window, int]] = {}
         self._threads = Threads(threads)
         digests, layers = Digests(), tuple(layers)
         self._seen = FirstSeen(digests) if ask_for_ages(layers) else None
@@ -112,18 +116,28 @@ class Compactor:
             return Decision("none", "disabled")
         started = time.perf_counter()
         try:
-            measured = await self._read(body, path, wish, content_encoding, credential)
+            request, size = await self._read(body, content_encoding)
         except Unreadable:
             return Decision("none", "unreadable")
-        if headers:
-            measured = replace(measured, headers=headers)
+        model = requested_model(path, request.model)
+        window = self.windows.lookup(model, time.monotonic())
+        if window is None and wish.window is not None:
+            window = Window(wish.window, None, None, "default", None, None, None)
         if self._seen is not None:
-            self._seen.note(credential, measured.request.conversation.messages, time.monotonic())
-        read = time.perf_counter()
+            self._seen.note(credential, request.conversation.messages, time.monotonic())
+        seconds = {"read": time.perf_counter() - started}
+        if window is None:
+            return Decision("none", "unknown_window", request=request, model=model, seconds=seconds)
+        if mode != "force" and self._plainly_fits(request, size, window, wish.window, mode):
+            ruler = self.learned.ruler(request, model, window)
+            aim = self._budget(window, request, ruler, wish.window)
+            known = ruler.known(request.conversation.messages)  # else it is counted while the upstream thinks
+            return Decision("none", "fits", None, request, model, window, aim, known, known, seconds=seconds)
+        measured = self._measured(request, model, window, wish.window, credential, headers)
         seal = blake2b(credential, key=blake2b(self._secret).digest()).digest()
         with sealing(seal):
-            decision = await self._judge(measured, len(body), mode)
-        return replace(decision, seal=seal, seconds={"read": read - started, **decision.seconds})
+            decision = await self._judge(measured, mode)
+        return replace(decision, seal=seal, seconds={**seconds, **decision.seconds})
 
     async def count(self, decision: Decision) -> Decision:
         """The decision with its tokens counted, off the event loop where that takes long."""
@@ -177,26 +191,47 @@ class Compactor:
         self._threads.close()
         await self._events.aclose()
 
-    async def _read(self, body: bytes, path: str, wish: Wish, content_encoding: str, credential: bytes) -> Measured:
+    async def _read(self, body: bytes, content_encoding: str) -> tuple[Request, int]:
+        """What the body says, and how many bytes that are without its codings. Raises Unreadable."""
         if len(body) > INLINE_BODY or content_encoding:
-            return await self._threads.run(lambda: self._understand(body, path, wish, content_encoding, credential))
-        return self._understand(body, path, wish, content_encoding, credential)
+            return await self._threads.run(lambda: self._understand(body, content_encoding))
+        return self._understand(body, "")
 
-    def _understand(self, body: bytes, path: str, wish: Wish, content_encoding: str, credential: bytes) -> Measured:
+    def _understand(self, body: bytes, content_encoding: str) -> tuple[Request, int]:
         plain = encodings.decoded(body, content_encoding, self._max_body_bytes) if content_encoding else body
-        request = chat_completions.read(plain, self._cache.get, self._prefixes)
-        model = requested_model(path, request.model)
-        window = self.windows.lookup(model, time.monotonic())
-        ruler = self.learned.ruler(request, model, window)
-        if window is None and wish.window is not None:
-            window = Window(wish.window, None, None, "default", None, None, None)
-        if window is None:
-            return Measured(request, model, None, ruler, None, None, credential)
-        aim = self._budget(window, request, ruler, wish.window)
-        steady = self._budget(window, request, self.learned.steady_ruler(request, model, window), wish.window)
-        return Measured(request, model, window, ruler, aim, steady, credential)
+        return chat_completions.read(plain, self._cache.get, self._prefixes), len(plain)
 
-    def _budget(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None) -> Budget:
+    def _measured(
+        self, request: Request, model: str, window: Window, narrowed_to: int | None, credential: bytes, headers: Headers
+    ) -> Measured:
+        ruler, steady = self.learned.ruler(request, model, window), self.learned.steady_ruler(request, model, window)
+        aim = self._budget(window, request, ruler, narrowed_to)
+        return Measured(
+            request, model, window, ruler, aim, self._budget(window, request, steady, narrowed_to), credential, headers
+        )
+
+    def _plainly_fits(self, request: Request, size: int, window: Window, narrowed_to: int | None, mode: Mode) -> bool:
+        """Whether the bytes alone prove it: text has no more tokens than bytes. Media are not text: they must be counted."""
+        messages = request.conversation.messages
+        tokens = size + RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(messages)
+        return tokens * WORST_SLOPE <= self._surely(window, request, narrowed_to, mode) and not has_media(request)
+
+    def _surely(self, window: Window, request: Request, narrowed_to: int | None, mode: Mode) -> int:
+        """Tokens below which nothing is due, whatever answers have taught of this window."""
+        key = id(window), request.max_output, narrowed_to, mode
+        known = self._sure.get(key)
+        if known is None or known[0] is not window:
+            ruler = self.learned.steady_ruler(request, "", window)
+            least = self._budget(window, request, ruler, narrowed_to, WIDEST_MARGIN)
+            known = window, min(least.trigger, self._events.earliest(least, mode))
+            if len(self._sure) >= MOST_SURE:
+                self._sure.clear()
+            self._sure[key] = known
+        return known[1]
+
+    def _budget(
+        self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None, margin: float | None = None
+    ) -> Budget:
         return budget(
             window,
             requested_output=request.max_output,
@@ -204,17 +239,11 @@ class Compactor:
             trigger=self._marks.trigger,
             target=self._marks.target,
             narrowed_to=narrowed_to,
-            margin=ruler.calibration.margin,
+            margin=ruler.calibration.margin if margin is None else margin,
         )
 
-    async def _judge(self, measured: Measured, size: int, mode: Mode) -> Decision:
+    async def _judge(self, measured: Measured, mode: Mode) -> Decision:
         aim, steady = measured.budget, measured.steady
-        if aim is None or steady is None:
-            return measured.decided("none", "unknown_window")
-        if mode != "force" and _plainly_fits(measured.request, size, min(aim.trigger, self._events.earliest(steady, mode))):
-            messages = measured.request.conversation.messages
-            known = measured.ruler.cold_bytes(messages, 0) == 0  # then a count costs less than to ask for it later
-            return measured.decided("none", "fits", measured.ruler.total(messages) if known else None)
         started = time.perf_counter()
         before = await self._threads.total(measured.ruler, measured.request.conversation)
         counted = time.perf_counter()
@@ -240,9 +269,3 @@ def _window_after(refused: Overflow, forwarded: int, decision: Decision) -> Wind
     whole = known.tokens if known is not None else refused.limit + (asked or 0)
     return Window(max(whole, refused.limit), None, refused.limit, "learned", None, None, price)
 
-
-def _plainly_fits(request: Request, size: int, trigger: int) -> bool:
-    """Whether the bytes alone prove it: text has no more tokens than bytes. Media are not text: they must be counted."""
-    messages = request.conversation.messages
-    extra = RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(messages)
-    return (size + extra) * WORST_SLOPE <= trigger and not has_media(request)

@@ -80,16 +80,16 @@ class Decision:
 class Measured:
     """A request that was understood.
 
-    budget: by what answers have taught, None while the model's window is unknown; steady: by the model's name alone.
+    budget: by what answers have taught; steady: by the model's name alone.
     credential: what the client authenticates with: nothing is shared beyond it. headers: it, as it came.
     """
 
     request: Request
     model: str
-    window: Window | None
+    window: Window
     ruler: ChatRuler
-    budget: Budget | None
-    steady: Budget | None
+    budget: Budget
+    steady: Budget
     credential: bytes
     headers: Headers = ()
 

@@ -31,9 +31,8 @@ class Learned:
         """Counts as the upstream's answers have calibrated it by now: for deciding what fits."""
         encoding = window.encoding if window is not None else None
         plain = tokens.ruler(model, request.fields, encoding=encoding)
-        marks = chain(request.conversation.messages, plain.raw(()))
-        calibration = self.calibrator.calibration(self._key(request, model), marks)
-        return tokens.ruler(model, request.fields, encoding=encoding, calibration=calibration)
+        marks = chain(request.conversation.messages, plain.around)
+        return plain.calibrated(self.calibrator.calibration(self._key(request, model), marks))
 
     def steady_ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
         """Counts by the model's name alone: for deciding when an event is due and what it keeps, which must come out the
@@ -52,18 +51,20 @@ class Learned:
         """Takes what an answer says. messages: as they were forwarded; counted: our count of the whole request then."""
         if usage.prompt is None:
             return
-        key, ruler = self._key(request, model), self.steady_ruler(request, model, window)
+        key = self._key(request, model)
+        ruler = tokens.ruler(model, request.fields, encoding=window.encoding if window is not None else None)
         if self._seems_truncated(key, counted, usage.prompt):
             self.windows.learn(model, usage.prompt, exact=False, now=time.monotonic())
             return
-        self.calibrator.observe(key, ruler.raw(messages), usage.prompt, prefixes=chain(messages, ruler.raw(())))
+        self.calibrator.observe(key, ruler.raw(messages), usage.prompt, prefixes=chain(messages, ruler.around))
         self.windows.accepted(model, usage.prompt)
         if usage.model:
             self.windows.answered_as(model, usage.model)
 
     def _key(self, request: Request, model: str) -> Key:
         """What shares a calibration."""
-        offered = any(request.fields.get(name, b"null")[:1] == b"[" for name in ("tools", "functions"))
+        fields = request.fields
+        offered = fields.get("tools", b"")[:1] == b"[" or fields.get("functions", b"")[:1] == b"["
         return Key(self._upstream, tokens.bare_name(model), offered, has_media(request))
 
     def _seems_truncated(self, key: Key, counted: int, reported: int) -> bool:

@@ -120,7 +120,7 @@ def cold(model: str) -> Calibration:
 def chain(messages: Sequence[Message], around: int = 0) -> list[int]:
     """A mark of every prefix, shortest first: equal where the messages said the same. Good within this process only.
 
-    around: tokens of what stands around the messages (`ruler.raw(())`), so that other tools make another conversation.
+    around: tells apart what stands around the messages (`ruler.around`): other tools make another conversation.
     """
     noted: list[int] | None = None
     known: list[int] | None = None
@@ -245,6 +245,9 @@ def fit(samples: Sequence[tuple[int, int]], start: Calibration) -> Calibration:
 
 def _slope(samples: Sequence[tuple[int, int]]) -> float | None:
     """The median slope between two samples that lie apart; None when all are about as long."""
+    sizes = [ours for ours, _ in samples]
+    if max(sizes) - min(sizes) <= APART:
+        return None
     slopes = [
         (their_b - their_a) / (our_b - our_a)
         for (our_a, their_a), (our_b, their_b) in combinations(samples, 2)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from proxy.conversation import Message, Messages, Opaque, Part, Text, ToolCall, ToolResult
 from proxy.tokens import images, tools
 from proxy.tokens.calibration import EXACT, Calibration
-from proxy.tokens.families import Family, family
+from proxy.tokens.families import LONGEST_GIVEN, Family, family
 from proxy.tokens.formats import Format, minimal, read_format
 from proxy.tokens.memory import Remembered
 from proxy.tokens.vocabulary import Vocabulary, utf8_size, vocabulary
@@ -28,8 +27,8 @@ MOST_WRITTEN = 4
 NAME = 64
 """The longest name that the API takes."""
 
-MOST_SETTLED, MOST_SETTLED_BYTES = 64, 128 * 1024
-"""Combinations of fields whose worth is kept at hand, and their size: 8 MB at the most."""
+MOST_KEPT, MOST_KEPT_BYTES = 64, 128 * 1024
+"""Combinations of fields whose ruler is kept at hand, and their size: 8 MB at the most."""
 
 FIELDS_AT_ONCE = 16_384
 """Bytes of tools and response_format that are read without a second thought: a millisecond."""
@@ -52,14 +51,47 @@ class _Noted(NamedTuple):
     total: int
 
 
-class ChatRuler:
-    """The ruler of one request. `fields`: the raw JSON of the body's top-level fields except `messages`."""
+Found = TypeVar("Found")
 
-    def __init__(self, rules: Family, fields: Mapping[str, bytes], calibration: Calibration) -> None:
+
+class _Settled(Generic[Found]):
+    """A property that follows from a ruler's rules and fields alone: found once for all the calibrations that it is given."""
+
+    def __init__(self, find: Callable[[ChatRuler], Found]) -> None:
+        self._find, self._name = find, find.__name__
+
+    def __get__(self, ruler: ChatRuler, owner: type[ChatRuler]) -> Found:
+        settled = ruler._settled
+        if self._name not in settled:
+            settled[self._name] = self._find(ruler)
+        found: Found = settled[self._name]
+        return found
+
+
+class ChatRuler:
+    """The ruler of one request. `fields`: the raw JSON of those of the body's top-level fields that SETTLING names."""
+
+    __slots__ = ("_around", "_settled", "_words", "calibration", "fields", "rules")
+
+    def __init__(self, rules: Family, fields: Mapping[str, bytes], calibration: Calibration = EXACT) -> None:
         self.rules, self.fields, self.calibration = rules, fields, calibration
         self._words: Vocabulary = vocabulary(rules.encoding)
+        self._settled: dict[str, Any] = {}
+        self._around = hash((rules, *fields.items()))
 
-    @cached_property
+    def calibrated(self, calibration: Calibration) -> ChatRuler:
+        """The same counts, told as this upstream tells them."""
+        made = ChatRuler.__new__(ChatRuler)
+        made.rules, made.fields, made._words, made._settled = self.rules, self.fields, self._words, self._settled
+        made._around, made.calibration = self._around, calibration
+        return made
+
+    @property
+    def around(self) -> int:
+        """Tells apart what stands around the messages: rules, tools, formats. Good within this process only."""
+        return self._around
+
+    @_Settled
     def _tag(self) -> str:
         return f"{self.rules.tag}/{self._answered}"
 
@@ -68,7 +100,7 @@ class ChatRuler:
         """The name of the vocabulary that it counts with."""
         return self.rules.encoding
 
-    @cached_property
+    @property
     def fixed(self) -> int:
         """Tokens of everything but the messages: tools, response_format, tool_choice, priming, and what the upstream adds."""
         return math.ceil(self._fixed * self._scale + max(0.0, self.calibration.offset))
@@ -92,6 +124,16 @@ class ChatRuler:
 
     def raw(self, messages: Sequence[Message]) -> int:
         """Our own count of the whole request, before calibration: what calibration learns from."""
+        if not isinstance(messages, Messages):
+            return self._raw(messages)
+        name = ("raw", self._around)
+        noted: int | None = messages.note(name)
+        if noted is None:
+            noted = self._raw(messages)
+            messages.keep(name, noted)
+        return noted
+
+    def _raw(self, messages: Sequence[Message]) -> int:
         thoughts = sum(tokens for _, tokens in self._thoughts(messages))
         return self._fixed + self._steps(messages) + self._instructed(messages) + thoughts
 
@@ -152,6 +194,10 @@ class ChatRuler:
             for part in _reasoning(messages[index]):
                 if (self.rules.encoding, part.raw) not in _THOUGHTS:
                     yield len(part.raw)
+
+    def known(self, messages: Sequence[Message]) -> int | None:
+        """The `total` of these messages where that takes look-ups only; None where there is anything to tokenize."""
+        return None if self.cold_bytes(messages, 0) else self.total(messages)
 
     def _new_steps(self, messages: Sequence[Message]) -> Iterator[Step]:
         """The steps that are not known to have been counted."""
@@ -253,7 +299,7 @@ class ChatRuler:
 
     # What stands around them.
 
-    @cached_property
+    @_Settled
     def _tools_key(self) -> FieldKey:
         return (
             "gpt-5 tools" if self.rules.gpt5 else "tools",
@@ -265,7 +311,7 @@ class ChatRuler:
     def _format_key(self, after_tools: bool) -> FieldKey:
         return "format after tools" if after_tools else "format", *self._answered_key[1:]
 
-    @cached_property
+    @_Settled
     def _answered_key(self) -> FieldKey:
         return "answered", self.rules.encoding, self.fields.get("response_format", b""), b""
 
@@ -273,7 +319,7 @@ class ChatRuler:
     def offers_tools(self) -> bool:
         return bool(self._offered)
 
-    @cached_property
+    @_Settled
     def _offered(self) -> int:
         """Tokens of the tools as the model reads them."""
         _, _, offered, legacy = self._tools_key
@@ -288,7 +334,7 @@ class ChatRuler:
             _FIELDS.put(key, cost, 200 + len(key[2]) + len(key[3]))
         return cost
 
-    @cached_property
+    @_Settled
     def tools(self) -> int:
         """Tokens of the tools and of what introduces them, before calibration."""
         if not self._offered:
@@ -297,11 +343,9 @@ class ChatRuler:
             return self._offered + (91 if self.rules.gpt5 else 10)
         return self._offered + 9
 
-    @cached_property
+    @_Settled
     def _fixed(self) -> int:
-        fixed = self.rules.priming + self.tools + self._forced() + self._format
-        _settle(self, fixed)
-        return fixed
+        return self.rules.priming + self.tools + self._forced() + self._format
 
     def _forced(self) -> int:
         choice = _json(self.fields.get("tool_choice", b"")) or _json(self.fields.get("function_call", b""))
@@ -311,12 +355,12 @@ class ChatRuler:
         name = (function if isinstance(function, dict) else choice).get("name")
         return 4 + self._words.count(f" to=functions.{name}") if isinstance(name, str) and name else 0
 
-    @cached_property
+    @_Settled
     def _wanted(self) -> Format | None:
         """The JSON schema that the answer must follow."""
         return read_format(_json(self.fields.get("response_format", b"")))
 
-    @cached_property
+    @_Settled
     def _format(self) -> int:
         """Tokens of the wanted format, which stands after the tools, or alone in a system message of its own."""
         return self._remembered(self._format_key(bool(self._offered)), self._format_tokens) if self._answered else 0
@@ -330,7 +374,7 @@ class ChatRuler:
             return self._words.count(f"\n\n{text}")
         return self._words.count(text) + 4 + (0 if wanted.strict else 1)
 
-    @cached_property
+    @_Settled
     def _answered(self) -> int:
         """What an earlier answer costs more when a format is wanted: it is addressed to that format."""
         return self._remembered(self._answered_key, self._answered_tokens)
@@ -360,7 +404,7 @@ class ChatRuler:
             _THOUGHTS.put(key, cost, 100 + len(part.raw))
         return cost
 
-    @cached_property
+    @_Settled
     def _keeps_thoughts(self) -> bool:
         """GLM shows all earlier reasoning when it is asked to."""
         thinking = _json(self.fields.get("thinking", b"")[:FIELDS_AT_ONCE])
@@ -410,34 +454,22 @@ def ruler(
     encoding: from the configuration, instead of the one that the name tells. calibration: what was learned about this
     upstream and model; None takes our own count as it is.
     """
-    rules = family(model, encoding)
-    made = ChatRuler(rules, fields, calibration or EXACT)
-    settled = _SETTLED.get((rules, *map(fields.get, SETTLING)))
-    if settled is not None:
-        made.__dict__.update(settled)
-    return made
+    key = (model[-LONGEST_GIVEN:], encoding, *map(fields.get, SETTLING))
+    made = _RULERS.get(key)
+    if made is None:
+        made = ChatRuler(family(model, encoding), {name: fields[name] for name in SETTLING if name in fields})
+        if sum(map(len, made.fields.values())) <= MOST_KEPT_BYTES:
+            if len(_RULERS) >= MOST_KEPT:
+                _RULERS.clear()
+            _RULERS[key] = made
+    return made if calibration is None else made.calibrated(calibration)
 
 
-SETTLING = ("tools", "functions", "tool_choice", "function_call", "response_format")
-"""The fields that settle what stands around the messages."""
+SETTLING = ("tools", "functions", "tool_choice", "function_call", "response_format", "thinking")
+"""The fields that settle what stands around the messages, and what is shown of them."""
 
-_SETTLED: dict[tuple[object, ...], dict[str, object]] = {}
-"""What follows from the rules and these fields alone, for the combinations seen last: a ruler is made several times a request."""
-
-
-def _settle(ruler: ChatRuler, fixed: int) -> None:
-    values = [ruler.fields.get(name) for name in SETTLING]
-    if sum(len(value) for value in values if value) > MOST_SETTLED_BYTES:
-        return
-    if len(_SETTLED) >= MOST_SETTLED:
-        _SETTLED.clear()
-    found = ruler.__dict__
-    settled: dict[str, object] = {
-        name: found[name]
-        for name in ("_tools_key", "_answered_key", "_offered", "tools", "_format", "_answered")
-        if name in found
-    }
-    _SETTLED[ruler.rules, *values] = {**settled, "_tag": ruler._tag, "_fixed": fixed}
+_RULERS: dict[tuple[object, ...], ChatRuler] = {}
+"""The rulers of the combinations of names and fields seen last: agents offer the same tools with every request."""
 
 
 def _tools_tokens(words: Vocabulary, offered: bytes, legacy: bytes, gpt5: bool) -> int:

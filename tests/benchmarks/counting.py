@@ -203,7 +203,7 @@ def learning(pairs: Sequence[Pair]) -> None:
         ruler = tokens.ruler(pair.model, request.fields)
         media = any(part.get("type") != "text" for m in messages for part in _opaque_parts(m.raw))
         key = tokens.Key(pair.provider, tokens.bare_name(pair.model), ruler.offers_tools, media)
-        marks = tokens.chain(messages, ruler.raw(()))
+        marks = tokens.chain(messages, ruler.around)
         line = calibrator.calibration(key, marks)
         known = line.samples >= 5 or any((key, mark) in answered for mark in marks)
         if not media and any(message.role in ("assistant", "tool") for message in messages):
