@@ -275,5 +275,5 @@ def canonical_digest(raw):
 
 def sorted_deeply(value):
     if isinstance(value, dict):
-        return [(key, sorted_deeply(value[key])) for key in sorted(value)]
+        return {key: sorted_deeply(value[key]) for key in sorted(value)}
     return [sorted_deeply(item) for item in value] if isinstance(value, list) else value
