@@ -31,7 +31,7 @@ from proxy.config import Config, Log
 from proxy.discovery import Discoverer
 from proxy.endpoints import Options, Proxy
 from proxy.errors import ConfigError
-from proxy.explain import Explanations
+from proxy.explain import Explanations, Shelf
 from proxy.explain_pages import explain_routes
 from proxy.metrics import Metrics
 from proxy.notify import Notifier
@@ -47,6 +47,8 @@ from proxy.telling import Explainer
 from proxy.upstream import Upstream
 from proxy.walk import Marks
 from proxy.windows import Windows, built_in
+from proxy.workers_explanations import SharedExplanations
+from proxy.workers_figures import hold
 
 if TYPE_CHECKING:
     from proxy.tracing import Tracing
@@ -180,6 +182,15 @@ def build_notifier(config: Config, metrics: Metrics) -> Notifier | None:
     )
 
 
+def build_explanations(config: Config, folder: Path | None) -> Shelf | None:
+    """Where explanations are kept, None without them. folder: where several processes share their figures."""
+    if not config.explain.enabled:
+        return None
+    if folder is None:
+        return Explanations(config.explain.max_bytes)
+    return SharedExplanations(folder, config.explain.max_bytes)
+
+
 def build_tracing(config: Config) -> Tracing | None:
     """Who makes the spans, None without tracing. Raises ConfigError where the packages are missing."""
     given = config.tracing
@@ -204,6 +215,7 @@ async def _closed(tracing: Tracing) -> None:
 def build_worker(config: Config, folder: Path) -> tuple[ASGIApp, ASGIApp]:
     """The two apps in one of several processes. folder: where they share their figures."""
     configure_logging(config.log)
+    hold(folder)
     built = build_app(config, folder)
     return built.proxy, built.admin
 
@@ -219,7 +231,7 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
     summarizer = _summarizer(config, api)
     compactor = build_compactor(config, windows, store, build_summaries(config, windows, metrics, summarizer))
     discoverer = Discoverer(api, root, windows)
-    explanations = Explanations(config.explain.max_bytes) if config.explain.enabled else None
+    explanations = build_explanations(config, folder)
     explainer = None if explanations is None else Explainer(explanations, full_text=config.explain.full_text)
     notifier, tracing = build_notifier(config, metrics), build_tracing(config)
     proxy = Proxy(

@@ -141,9 +141,10 @@ class Store(Settings, frozen=True):
 
 
 class Explain(Settings, frozen=True):
-    """Keeps what compactions did to recent requests, in memory. full_text: message texts unmasked.
+    """Keeps what compactions did to recent requests: in memory; with several workers in files that are gone when the proxy ends.
 
-    token: who has it may look from anywhere; without one, only who comes over loopback.
+    full_text: message texts unmasked. max_bytes: of all together. token: who has it may look from anywhere; without one, only
+    who comes over loopback.
     """
 
     enabled: bool = False
@@ -437,8 +438,6 @@ def _check_values(config: Config) -> None:
             raise wrong(key, port, "a port, 0 to 65535 (0: any free one)")
     if config.server.workers < 1:
         raise wrong("server.workers", config.server.workers, "1 or more")
-    if config.explain.enabled and config.server.workers > 1:
-        raise wrong("explain.enabled", True, "false with several workers: each would know only its own requests")
     for key in ("timeout_s", "attempts", "backoff_s", "waiting"):
         if not getattr(config.notify, key) > 0:
             raise wrong(f"notify.{key}", getattr(config.notify, key), "a number above 0")

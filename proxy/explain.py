@@ -1,4 +1,4 @@
-"""What was done to a request and why, kept for people to look at: a bounded number of bytes in memory, masked by default."""
+"""What was done to a request and why, kept for people to look at: a bounded number of bytes, masked by default."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
@@ -255,8 +255,31 @@ def _first_as_last(states: Sequence[object], stages: Sequence[tuple[str, Convers
     return {key: stages[first][0]} if first < len(states) else {}
 
 
+class Shelf(Protocol):
+    """Where explanations are kept; safe to use from any thread, and reading may wait for a disk."""
+
+    def add(self, explanation: Explanation) -> None:
+        """Keeps it, and forgets the oldest for it. One that is larger than everything together is kept without its rows."""
+
+    def written(self, id: str) -> bytes | None:
+        """The explanation as JSON, None when it is not (or no longer) there."""
+
+    def recent(self, limit: int = 100) -> tuple[Brief, ...]:
+        """Newest first."""
+
+
+def write(explanation: Explanation, max_bytes: int) -> bytes:
+    """It as JSON; without its rows when it would be larger than `max_bytes`."""
+    written = msgspec.json.encode(explanation)
+    return written if len(written) <= max_bytes else msgspec.json.encode(replace(explanation, rows=()))
+
+
+def read(written: bytes) -> Explanation:
+    return msgspec.json.decode(written, type=Explanation)
+
+
 class Explanations:
-    """The newest explanations, as many as go into `max_bytes`; safe to use from any thread."""
+    """The newest explanations in memory, as many as go into `max_bytes`."""
 
     def __init__(self, max_bytes: int = 32 * 1024 * 1024) -> None:
         self._max_bytes = max_bytes
@@ -265,10 +288,7 @@ class Explanations:
         self._lock = threading.Lock()
 
     def add(self, explanation: Explanation) -> None:
-        """Keeps it, and forgets the oldest for it. One that is larger than everything together is kept without its rows."""
-        written = msgspec.json.encode(explanation)
-        if len(written) > self._max_bytes:
-            written = msgspec.json.encode(replace(explanation, rows=()))
+        written = write(explanation, self._max_bytes)
         with self._lock:
             self._forget(explanation.id)
             self._kept[explanation.id] = (brief(explanation), written)
@@ -287,17 +307,11 @@ class Explanations:
         return self._size
 
     def written(self, id: str) -> bytes | None:
-        """The explanation as JSON, None when it is not (or no longer) there."""
         with self._lock:
             kept = self._kept.get(id)
         return None if kept is None else kept[1]
 
-    def get(self, id: str) -> Explanation | None:
-        written = self.written(id)
-        return None if written is None else msgspec.json.decode(written, type=Explanation)
-
     def recent(self, limit: int = 100) -> tuple[Brief, ...]:
-        """Newest first."""
         with self._lock:
             return tuple(one for one, _ in list(reversed(self._kept.values()))[:limit])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -18,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from proxy.compaction import LayerReport
-from proxy.explain import Brief, Explanation, Explanations, Row, View
+from proxy.explain import Brief, Explanation, Row, Shelf, View, read
 
 REASONS = {
     "floor": "What may never be removed (instructions, tools, the last user message, the newest step) is too large by itself.",
@@ -75,7 +76,7 @@ GUARDED = {
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def explain_routes(explanations: Explanations, *, token: str | None = None) -> tuple[Route, ...]:
+def explain_routes(explanations: Shelf, *, token: str | None = None) -> tuple[Route, ...]:
     """`/explain` and `/explain/{id}` for the admin listener; HTML for browsers, JSON for everyone else.
 
     token: who has it may look, from anywhere (as a bearer token, or as the password of HTTP Basic). Without one, only who
@@ -83,22 +84,20 @@ def explain_routes(explanations: Explanations, *, token: str | None = None) -> t
     """
 
     async def recent(request: Request) -> Response:
-        briefs = explanations.recent()
+        briefs = await asyncio.to_thread(explanations.recent)
         if not _wants_page(request):
             return JSONResponse({"explanations": msgspec.to_builtins(briefs)}, headers=GUARDED)
         return _page(list_page(briefs))
 
     async def one(request: Request) -> Response:
-        id = request.path_params["id"]
+        written = await asyncio.to_thread(explanations.written, request.path_params["id"])
         if not _wants_page(request):
-            written = explanations.written(id)
             if written is None:
                 return _error(404, "no such explanation: it was never there, or newer ones have taken its place")
             return Response(written, media_type="application/json", headers=GUARDED)
-        explanation = explanations.get(id)
-        if explanation is None:
+        if written is None:
             return _page(_document("Not there", "<p>It was never there, or newer ones have taken its place.</p>" + BACK), 404)
-        return _page(one_page(explanation))
+        return _page(one_page(read(written)))
 
     return (Route("/explain", _guarded(recent, token)), Route("/explain/{id}", _guarded(one, token)))
 

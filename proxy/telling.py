@@ -14,7 +14,7 @@ import structlog
 from proxy.compaction import CompactionResult
 from proxy.decisions import Decision
 from proxy.exchange import OURS, saved
-from proxy.explain import Explanations, explain, new_id
+from proxy.explain import Shelf, explain, new_id
 from proxy.metrics import printable
 
 PENDING = 16
@@ -27,7 +27,7 @@ log = structlog.get_logger("proxy")
 class Explainer:
     """Writes explanations in a thread of its own, so that no request waits for one."""
 
-    def __init__(self, explanations: Explanations, *, full_text: bool = False) -> None:
+    def __init__(self, explanations: Shelf, *, full_text: bool = False) -> None:
         self._explanations, self._full_text = explanations, full_text
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="explain")
         self._pending = 0

@@ -6,7 +6,10 @@ to go back because the last scrape was answered by another one.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Collection, Sequence
@@ -14,10 +17,14 @@ from pathlib import Path
 
 import msgspec
 
+from proxy.errors import ConfigError
 from proxy.tally import Key, Snapshot, merge
 
 ENDED = "ended.json"
 """What is left of workers that are gone."""
+PREFIX = "compaction-proxy-figures-"
+JUST_MADE = 60.0
+"""Seconds in which a folder may not be held yet by who made it."""
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -37,8 +44,40 @@ def page_of(snapshot: Snapshot, events: Sequence[dict[str, object]] = (), holds:
 
 
 def fresh_folder() -> Path:
-    """A folder for one start of the proxy: what an earlier start has left must not count."""
-    return Path(tempfile.mkdtemp(prefix="compaction-proxy-figures-"))
+    """A folder for one start of the proxy: what an earlier start has left must not count, and is removed.
+
+    Raises ConfigError where there is no place for temporary files.
+    """
+    try:
+        _sweep(Path(tempfile.gettempdir()))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    except OSError as error:
+        raise ConfigError(f"several workers need a writable directory for temporary files (TMPDIR): {error.strerror}") from None
+    hold(folder)
+    return folder
+
+
+def hold(folder: Path) -> None:
+    """Keeps the folder from being swept away for as long as this process lives: its end lets go of the lock."""
+    fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH)
+
+
+def _sweep(place: Path) -> None:
+    """Removes folders of ours whose processes were killed, all of them: nobody else would."""
+    for folder in place.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # held, or gone meanwhile
+            found = folder.lstat()
+            if found.st_uid == os.geteuid() and time.time() - found.st_mtime > JUST_MADE:
+                _remove_unless_held(folder)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(lock)
 
 
 def new_worker() -> str:

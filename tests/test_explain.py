@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
+from structlog.testing import capture_logs
 
 from proxy.admin import Readiness, admin_app
 from proxy.compaction import CompactionResult, CriticalItems, LayerReport
 from proxy.conversation import Conversation, Message, Opaque, Text, ToolCall, ToolResult, said
-from proxy.explain import Explanation, Explanations, explain, new_id
+from proxy.explain import Explanation, Explanations, Shelf, explain, new_id, read
 from proxy.explain_pages import explain_routes
 from proxy.metrics import Metrics
 from proxy.windows import Budget
+from proxy.workers_explanations import SharedExplanations
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def explained(
 
 
 def admin(
-    explanations: Explanations, *, token: str | None = None, client: str = "127.0.0.1", host: str = "127.0.0.1:9464"
+    explanations: Shelf, *, token: str | None = None, client: str = "127.0.0.1", host: str = "127.0.0.1:9464"
 ) -> TestClient:
     app = admin_app(Metrics(), ready=Readiness, routes=explain_routes(explanations, token=token))
     return TestClient(app, client=(client, 50_000), base_url=f"http://{host}")
@@ -211,32 +215,89 @@ def test_lone_surrogates_are_no_obstacle() -> None:
     assert "bad ? half" in (explanations.written("a") or b"").decode()
 
 
-def test_explanations_never_take_more_bytes_than_they_may() -> None:
-    size = len(holding(explained(full_text=True)).written("0123456789abcdef") or b"")
-    explanations = Explanations(max_bytes=3 * size + 10)
+MakeShelf = Callable[[int], Shelf]
+
+
+@pytest.fixture(params=["memory", "files"])
+def every_shelf(request: pytest.FixtureRequest, tmp_path: Path) -> MakeShelf:
+    """Makes a shelf of so many bytes: in memory, or in files that several workers share."""
+    return Explanations if request.param == "memory" else functools.partial(SharedExplanations, tmp_path)
+
+
+def test_explanations_never_take_more_bytes_than_they_may(every_shelf: MakeShelf) -> None:
+    size = len(holding(explained(full_text=True)).written("0123456789abcdef") or b"") + 250  # a line of the list in each file
+    explanations = every_shelf(3 * size)
 
     for number in range(10):
         explanations.add(explained(full_text=True, id=f"{number:016}"))
 
-    assert explanations.size <= 3 * size + 10
+    assert sum(len(explanations.written(one.id) or b"") for one in explanations.recent()) <= 3 * size
     assert [one.id for one in explanations.recent()] == [f"{number:016}" for number in (9, 8, 7)]
-    assert explanations.get("0000000000000000") is None
+    assert explanations.written("0000000000000000") is None
 
 
-def test_one_that_is_too_large_is_kept_without_its_messages() -> None:
-    explanations = Explanations(max_bytes=1_200)
+def test_one_that_is_too_large_is_kept_without_its_messages(every_shelf: MakeShelf) -> None:
+    explanations = every_shelf(1_400)
 
     explanations.add(explained(full_text=True))
 
-    kept = explanations.get("0123456789abcdef")
-    assert kept is not None
+    kept = read(explanations.written("0123456789abcdef") or b"")
     assert kept.rows == ()
     assert kept.tokens_before == 800
-    assert explanations.size <= 1_200
+    assert len(explanations.written("0123456789abcdef") or b"") <= 1_400
 
 
-def test_what_comes_back_is_what_was_put_in() -> None:
-    assert holding(explained()).get("0123456789abcdef") == explained()
+def test_what_comes_back_is_what_was_put_in(every_shelf: MakeShelf) -> None:
+    explanations = every_shelf(100_000)
+
+    explanations.add(explained())
+
+    assert read(explanations.written("0123456789abcdef") or b"") == explained()
+    assert [(one.id, one.tokens_after) for one in explanations.recent()] == [("0123456789abcdef", 300)]
+
+
+def test_an_id_is_a_name_and_never_a_path(every_shelf: MakeShelf, tmp_path: Path) -> None:
+    explanations = every_shelf(100_000)
+    explanations.add(explained())
+    (tmp_path / "other").write_text("{}")
+
+    for id in ("", ".", "..", "../other", "/etc/passwd", "*", "0123456789abcde", "\x00"):
+        assert explanations.written(id) is None
+
+
+def test_every_worker_shows_what_any_of_them_explained(tmp_path: Path) -> None:
+    first, second = SharedExplanations(tmp_path, 100_000), SharedExplanations(tmp_path, 100_000)
+
+    first.add(explained(id="a" * 16))
+    second.add(explained(id="b" * 16))
+
+    for worker in (first, second, SharedExplanations(tmp_path, 100_000)):
+        assert [one.id for one in worker.recent()] == ["b" * 16, "a" * 16]
+        assert [one.id for one in worker.recent(1)] == ["b" * 16]
+        assert read(worker.written("a" * 16) or b"").id == "a" * 16
+
+
+def test_files_are_for_this_user_only_and_not_too_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.workers_explanations.MOST", 3)
+    explanations = SharedExplanations(tmp_path, 100_000)
+
+    for number in range(5):
+        explanations.add(explained(id=f"{number:016}"))
+
+    files = list((tmp_path / "explanations").iterdir())
+    assert len(files) == 3
+    assert {oct(file.stat().st_mode & 0o777) for file in files} == {"0o600"}
+    assert oct((tmp_path / "explanations").stat().st_mode & 0o777) == "0o700"
+
+
+def test_a_disk_that_refuses_costs_an_explanation_and_is_told_of_once(tmp_path: Path) -> None:
+    explanations = SharedExplanations(tmp_path / "gone", 100_000)
+
+    with capture_logs() as told:
+        explanations.add(explained())
+        explanations.add(explained())
+
+    assert told == [{"event": "an explanation could not be kept", "reason": "No such file or directory", "log_level": "warning"}]
 
 
 def test_ids_do_not_repeat() -> None:
