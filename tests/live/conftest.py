@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +23,13 @@ from proxy.config import load
 from proxy.server import Address, running
 
 BODY = b'{"model": "m", "stream": true, "messages": [{"role": "user", "content": "hello"}]}'
+SCALE = float(os.environ.get("FAULT_SCALE", "0"))
+"""How much of the fault matrix is run: 0 the daily share, 1 its full volumes (give pytest `--timeout 0` then)."""
+
+
+def volume(daily: int, full: int) -> int:
+    """How often a fault is tried."""
+    return daily + round((full - daily) * SCALE)
 
 
 @pytest.fixture
@@ -61,7 +71,7 @@ class Product:
 
 def request(path: bytes = b"/v1/chat/completions", body: bytes = BODY) -> bytes:
     """A chat request as bytes."""
-    return b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
+    return b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
         path,
         len(body),
         body,
@@ -84,6 +94,30 @@ async def settled(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
+def is_ours(answer: httpx.Response, status: int, code: str) -> bool:
+    error = answer.json()["error"]
+    shape = set(error) == {"message", "type", "param", "code"}
+    return shape and (answer.status_code, error["code"], answer.headers["x-compaction-error"]) == (status, code, "1")
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident(pid: str = "self") -> int:
+    """Bytes of memory that a process really has."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def dechunked(data: bytes) -> bytes:
+    body = b""
+    while data:
+        size, _, data = data.partition(b"\r\n")
+        body, data = body + data[: int(size, 16)], data[int(size, 16) + 2 :]
+    return body
+
+
 Start = Callable[..., AbstractAsyncContextManager[Product]]
 
 
@@ -92,8 +126,11 @@ def start() -> Start:
     """Starts the product in front of an upstream: `async with start(url, **settings of `upstream`) as product`."""
 
     @asynccontextmanager
-    async def starting(url: str, *, server: dict[str, Any] | None = None, **upstream: Any) -> AsyncIterator[Product]:
-        settings = {"upstream": {"url": url, **upstream}, "compaction": {"discovery": False}, "server": server or {}}
+    async def starting(
+        url: str, *, server: dict[str, Any] | None = None, models: dict[str, Any] | None = None, **upstream: Any
+    ) -> AsyncIterator[Product]:
+        settings = {"upstream": {"url": url, **upstream}, "compaction": {"discovery": False}}
+        settings |= {"server": server or {}, "models": models or {}}
         config = load(settings, environment={})
         built = build_app(config)
         async with running(built.proxy, built.admin, header_timeout=config.server.header_timeout) as addresses:

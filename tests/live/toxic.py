@@ -28,11 +28,13 @@ WAIT = 30.0
 
 @dataclass
 class Received:
-    """One request as it arrived. head: its raw bytes; aborted: set when the peer left before the behavior had ended."""
+    """One request as it arrived. head: its raw bytes; complete: its body came whole; aborted: set when the peer left before the
+    behavior had ended."""
 
     head: bytes
     body: bytes
     connection: int
+    complete: bool = False
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -204,6 +206,7 @@ class Toxic:
         behave, argument = _find(self.script.pop(0) if self.script else self.behavior)
         if self.reads_bodies:
             request.body = await _body(connection, request)
+            request.complete = True
         answering = asyncio.ensure_future(behave(Exchange(request, connection, argument)))
         leaving = asyncio.ensure_future(connection.left())
         try:
@@ -356,6 +359,14 @@ async def extra_bytes_after_204(ex: Exchange) -> None:
     await ex.send(b"HTTP/1.1 204 No Content\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\ninjected")
 
 
+async def extra_bytes_after_304(ex: Exchange) -> None:
+    await ex.send(b"HTTP/1.1 304 Not Modified\r\netag: x\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\ninjected")
+
+
+async def body_after_head(ex: Exchange) -> None:
+    await ex.send(b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\ninjected")
+
+
 async def close_after_response_silently(ex: Exchange) -> None:
     await ok(ex)
     ex.close()
@@ -453,8 +464,8 @@ VOCABULARY: dict[str, Behavior] = {
     function.__name__: function
     for function in (
         echo, ok, slow_headers, headers_then_silence, half_event_then_silence, silence, chunks, rst_after, eof_mid_event,
-        eof_without_done, short_content_length, extra_bytes_after_response, extra_bytes_after_204, close_after_response_silently,
-        close_idle_after, die_without_answer, h2_goaway, sse_line, sse_with_content_length, gzip_sse, chunked_response,
+        eof_without_done, short_content_length, extra_bytes_after_response, extra_bytes_after_204, extra_bytes_after_304,
+        body_after_head, close_after_response_silently, close_idle_after, die_without_answer, h2_goaway, sse_line, sse_with_content_length, gzip_sse, chunked_response,
         whitespace_json, logprobs_nan, n2_stream, status, models_list, models_max_len,
     )
 } | {

@@ -1,0 +1,223 @@
+"""What clients do to us, one test or more a row of the fault matrix; the rows are named in the headings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import resource
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from builders import agent_session
+from live.conftest import BODY, Product, Start, leave, open_files, request, settled, volume
+from live.toxic import Exchange, Toxic, completion, events, never_accepting
+from live.traffic import mutated, poke
+
+pytestmark = pytest.mark.anyio
+
+# F10: clients that are slow on purpose
+
+
+async def test_half_open_clients_are_closed_in_time_and_hold_up_nobody(toxic: Toxic, start: Start) -> None:
+    toxic.behavior = "ok"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    async with start(toxic.url, server={"header_timeout": 1.0}) as product:
+        halves = [await product.raw(b"POST /v1/chat/completions HTTP/1.1\r\nHost") for _ in range(volume(300, 5_000))]
+        started = time.perf_counter()
+        async with product.client() as client:
+            for _ in range(20):
+                assert (await client.post("/v1/chat/completions", content=BODY)).status_code == 200
+        assert {await reader.read() for reader, _ in halves} == {b""}
+        assert time.perf_counter() - started < 2.0
+        for _, writer in halves:
+            writer.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/files"])
+@pytest.mark.parametrize("sent", [1, 60_000])
+async def test_a_body_that_does_not_come_is_given_up(toxic: Toxic, start: Start, path: bytes, sent: int) -> None:
+    whole = request(path, b"x" * 300_000)
+    async with start(toxic.url, server={"body_timeout": 0.2}) as product:
+        reader, writer = await product.raw(whole[: whole.index(b"\r\n\r\n") + 4 + sent])
+        answer = await reader.read()
+        writer.close()
+        await settled(lambda: not toxic.sockets)
+
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert [received for received in toxic.requests if received.complete] == []
+
+
+# F11: the client leaves, in every phase, with FIN and RST
+
+
+@pytest.mark.parametrize("how", ["FIN", "RST"])
+@pytest.mark.parametrize("behavior", ["slow_headers", "headers_then_silence", "half_event_then_silence", "chunks:100000@0.001"])
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/v1/embeddings"])
+async def test_the_upstream_is_let_go_when_the_client_leaves(
+    toxic: Toxic, product: Product, how: str, behavior: str, path: bytes
+) -> None:
+    toxic.behavior = behavior
+    reader, writer = await product.raw(request(path))
+    await settled(lambda: bool(toxic.requests))
+    if behavior != "slow_headers":
+        await reader.readuntil(b"\r\n\r\n")
+    await asyncio.sleep(0.02)
+
+    leave(writer, how)
+    left = time.perf_counter()
+    await toxic.requests[0].aborted.wait()
+
+    assert time.perf_counter() - left < 1.0
+    await settled(lambda: not toxic.sockets)
+
+
+@pytest.mark.parametrize("how", ["FIN", "RST"])
+@pytest.mark.parametrize("part", [b"POST /v1/chat", request()[:-5], request(b"/v1/files")[:-5], b""])
+async def test_a_client_that_leaves_before_its_request_is_whole_leaves_nothing_upstream(
+    toxic: Toxic, product: Product, how: str, part: bytes
+) -> None:
+    _, writer = await product.raw(part)
+    await asyncio.sleep(0.05)
+
+    leave(writer, how)
+    await asyncio.sleep(0.05)
+
+    await settled(lambda: not toxic.sockets)
+    assert all(received.body == b"" for received in toxic.requests)
+
+
+@pytest.mark.parametrize("how", ["FIN", "RST"])
+async def test_a_client_that_leaves_while_we_connect_is_forgotten(start: Start, how: str) -> None:
+    async with contextlib.AsyncExitStack() as opened:
+        url = opened.enter_context(never_accepting())
+        product = await opened.enter_async_context(start(url, connect_timeout=30.0))
+        before = open_files()
+        _, writer = await product.raw(request())
+        await settled(lambda: open_files() >= before + 3)  # the client's socket, our end of it, the one being connected
+
+        leave(writer, how)
+
+        await settled(lambda: open_files() <= before)
+
+
+async def test_a_client_that_leaves_while_we_compact_never_gets_upstream(toxic: Toxic, start: Start) -> None:
+    body = json.dumps({"model": "m", "messages": agent_session(400, words=400)}).encode()
+    async with start(toxic.url, models={"m": {"window": 20_000}}) as product:
+        for stay in (0.0, 0.002, 0.01):
+            _, writer = await product.raw(request(body=body))
+            await writer.drain()
+            await asyncio.sleep(stay)
+            leave(writer, "RST")
+        await settled_inflight(product)
+        toxic.behavior = "ok"
+        assert (await product.post()).content == completion()
+
+    assert [received.body for received in toxic.requests if received.complete] == [BODY]
+
+
+async def test_a_client_that_leaves_a_queue_of_requests_ends_them_all(toxic: Toxic, product: Product) -> None:
+    toxic.behavior = "slow_headers"
+    _, writer = await product.raw(request() * 3)
+    await settled(lambda: bool(toxic.requests))
+
+    leave(writer, "FIN")
+
+    await toxic.requests[0].aborted.wait()
+    await settled_inflight(product)
+    assert len(toxic.requests) == 1
+
+
+async def test_clients_that_leave_at_random_lose_no_connection_and_no_slot(toxic: Toxic, product: Product) -> None:
+    """Streams, plain answers and uploads, in whatever phase they are."""
+    chance = random.Random(11)
+    asked = [request(), request(b"/v1/embeddings"), request(b"/v1/files", b"x" * 300_000), request()[:-30]]
+
+    async def answering(ex: Exchange) -> None:
+        if b"embeddings" in ex.request.target:
+            await asyncio.sleep(0.05)
+            await ex.answer(completion())
+        else:
+            await ex.stream(events(40), 0.002)
+
+    async def visit(stay: float, how: str) -> None:
+        reader, writer = await product.raw(chance.choice(asked))
+        reading = asyncio.ensure_future(reader.read())
+        await asyncio.sleep(stay)
+        leave(writer, how)
+        await asyncio.gather(reading, return_exceptions=True)
+
+    toxic.behavior = answering
+    await visit(0.01, "FIN")
+    await settled(lambda: not toxic.sockets)
+    before = open_files()
+    for _ in range(volume(400, 10_000) // 50):
+        await asyncio.gather(*(visit(chance.uniform(0, 0.12), chance.choice(("FIN", "RST"))) for _ in range(50)))
+        toxic.requests.clear()
+    toxic.behavior = "ok"
+    assert (await product.post()).content == completion()
+
+    await settled_inflight(product)
+    await settled(lambda: open_files() <= before + 2 * len(toxic.sockets))
+    assert len(toxic.sockets) <= 50  # idle ones, clean
+
+
+async def settled_inflight(product: Product) -> None:
+    """Waits until the proxy itself says that it serves nothing any more."""
+    while await inflight(product) != 0:
+        await asyncio.sleep(0.01)
+
+
+async def inflight(product: Product) -> float:
+    """Requests that the proxy says it is serving, all endpoints together."""
+    async with httpx.AsyncClient(base_url=f"http://{product.admin[0]}:{product.admin[1]}", trust_env=False) as client:
+        scrape = (await client.get("/metrics")).text
+    return sum(float(value) for value in re.findall(r"^compaction_inflight_requests\{.*\} (\S+)$", scrape, re.M))
+
+
+# F12: malformed requests
+
+
+VECTORS = json.loads((Path(__file__).parent / "smuggling_vectors.json").read_text())
+
+
+async def test_each_accepted_request_is_exactly_one_upstream_and_nothing_ambiguous_gets_there(toxic: Toxic, start: Start) -> None:
+    async with start(toxic.url) as product:
+        for vector in VECTORS:
+            if vector["raw"] is None:
+                continue
+            toxic.requests.clear()
+            answer = await poke(product.address[1], vector["raw"].encode("latin-1"), 0.05)
+            accepted = vector["status"].count("200")
+            assert len(toxic.requests) == accepted, vector["name"]
+            assert len(re.findall(rb"HTTP/1\.1 200 ", answer)) == accepted, vector["name"]
+            for received in toxic.requests:
+                lengths = [value for name, value in received.headers if name == b"content-length"]
+                codings = [value for name, value in received.headers if name == b"transfer-encoding"]
+                assert len(lengths) + len(codings) <= 1, vector["name"]
+                assert [name for name, _ in received.headers].count(b"host") == 1, vector["name"]
+
+
+async def test_no_mutation_of_a_request_makes_more_or_fewer_of_it_upstream(toxic: Toxic, start: Start) -> None:
+    chance = random.Random(3)
+    async with start(toxic.url) as product:
+        for _ in range(volume(250, 5_000)):
+            toxic.requests.clear()
+            sent = mutated(chance)
+            answer = await poke(product.address[1], sent, 0.03)
+            answered = len(re.findall(rb"HTTP/1\.1 200 ", answer))
+            refused = len(re.findall(rb"HTTP/1\.1 [45]\d\d ", answer))
+            assert len([one for one in toxic.requests if not one.aborted.is_set()]) in (answered, answered + 1), sent
+            assert answered + refused <= 2, sent
+            for received in toxic.requests:
+                assert len([1 for name, _ in received.headers if name in (b"content-length", b"transfer-encoding")]) <= 1, sent
+                assert b"\n" not in received.target, sent
+
+        toxic.requests.clear()
+        assert (await product.post()).content == BODY
