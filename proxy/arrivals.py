@@ -36,9 +36,9 @@ def client_of(scope: Scope) -> Client | None:
 
 
 def header(headers: Headers, name: bytes) -> str:
-    """A header's value, empty when it is not there."""
+    """A header's value, empty when it is not there. name, and those of the headers: in lower case."""
     for key, value in headers:
-        if key == name or key.lower() == name:
+        if key == name:
             return value.decode("latin-1")
     return ""
 

@@ -10,10 +10,11 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import yaml
 
 from proxy import __version__, app, config, replay, tokens
@@ -400,7 +401,7 @@ class Body:
             request = chat_completions.read(whole)
         except Unreadable as error:
             raise Failure(f"{self.place}: not a chat-completions body ({error.reason})") from None
-        return replace(request, model=model) if model else request
+        return msgspec.structs.replace(request, model=model) if model else request
 
     def write(self, request: Request, result: CompactionResult | None) -> None:
         """What would be forwarded, as one line."""

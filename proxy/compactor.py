@@ -44,8 +44,8 @@ RENDERING = 2
 """Bound on how much longer tools are as the upstream renders them than as their JSON."""
 WORST_SLOPE = 2
 """Bound on how many tokens an upstream counts where we count one."""
-MOST_SURE = 1024
-"""Combinations of windows and wishes whose sure fit is kept; clients choose the wishes."""
+MOST_BUDGETS = 1024
+"""Combinations of windows and wishes whose budget is kept; clients choose the wishes."""
 RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
@@ -82,7 +82,7 @@ class Compactor:
         self._max_body_bytes = max_body_bytes
         self._cache = chat_completions.MessageCache()
         self._prefixes = Prefixes()
-        self._sure: dict[tuple[int, int | None, int | None, Mode], tuple[Window, int]] = {}
+        self._budgets: dict[tuple[int, int | None, int | None, float], tuple[Window, Budget]] = {}
         self._threads = Threads(threads)
         digests, layers = Digests(), tuple(layers)
         self._seen = FirstSeen(digests) if ask_for_ages(layers) else None
@@ -128,16 +128,18 @@ class Compactor:
         seconds = {"read": time.perf_counter() - started}
         if window is None:
             return Decision("none", "unknown_window", request=request, model=model, seconds=seconds)
-        if mode != "force" and self._plainly_fits(request, size, window, wish.window, mode):
-            ruler = self.learned.ruler(request, model, window)
+        ruler = self.learned.ruler(request, model, window)
+        if mode != "force" and self._plainly_fits(request, size, window, ruler, wish.window, mode):
             aim = self._budget(window, request, ruler, wish.window)
             known = ruler.known(request.conversation.messages)  # else it is counted while the upstream thinks
             return Decision("none", "fits", None, request, model, window, aim, known, known, seconds=seconds)
-        measured = self._measured(request, model, window, wish.window, credential, headers)
+        aim = self._budget(window, request, ruler, wish.window)
+        steady = self._budget(window, request, self.learned.steady_ruler(request, model, window), wish.window)
+        measured = Measured(request, model, window, ruler, aim, steady, credential, headers)
         seal = blake2b(credential, key=blake2b(self._secret).digest()).digest()
         with sealing(seal):
             decision = await self._judge(measured, mode)
-        return replace(decision, seal=seal, seconds={**seconds, **decision.seconds})
+        return decision.but(seal=seal, seconds={**seconds, **decision.seconds})
 
     async def count(self, decision: Decision) -> Decision:
         """The decision with its tokens counted, off the event loop where that takes long."""
@@ -147,7 +149,7 @@ class Compactor:
         ruler = self.learned.ruler(decision.request, decision.model or "", decision.window)
         total = await self._threads.total(ruler, decision.request.conversation)
         seconds = {**decision.seconds, "count": time.perf_counter() - started}
-        return replace(decision, before=total, after=total, seconds=seconds)
+        return decision.but(before=total, after=total, seconds=seconds)
 
     async def harder(self, decision: Decision, refused: Overflow) -> Decision | None:
         """The decision after the upstream said that what we forwarded is too long; None when there is nothing to try.
@@ -174,7 +176,7 @@ class Compactor:
         harder = await self._events.harder(measured, aim, before, forwarded)
         if harder is None:
             return None
-        return replace(harder, seconds={**decision.seconds, "compact": time.perf_counter() - started})
+        return harder.but(seconds={**decision.seconds, "compact": time.perf_counter() - started})
 
     def answered(self, decision: Decision, usage: Usage) -> None:
         """Takes what the answer to a forwarded request says of the upstream."""
@@ -201,46 +203,39 @@ class Compactor:
         plain = encodings.decoded(body, content_encoding, self._max_body_bytes) if content_encoding else body
         return chat_completions.read(plain, self._cache.get, self._prefixes), len(plain)
 
-    def _measured(
-        self, request: Request, model: str, window: Window, narrowed_to: int | None, credential: bytes, headers: Headers
-    ) -> Measured:
-        ruler, steady = self.learned.ruler(request, model, window), self.learned.steady_ruler(request, model, window)
-        aim = self._budget(window, request, ruler, narrowed_to)
-        return Measured(
-            request, model, window, ruler, aim, self._budget(window, request, steady, narrowed_to), credential, headers
-        )
-
-    def _plainly_fits(self, request: Request, size: int, window: Window, narrowed_to: int | None, mode: Mode) -> bool:
+    def _plainly_fits(
+        self, request: Request, size: int, window: Window, ruler: ChatRuler, narrowed_to: int | None, mode: Mode
+    ) -> bool:
         """Whether the bytes alone prove it: text has no more tokens than bytes. Media are not text: they must be counted."""
         messages = request.conversation.messages
-        tokens = size + RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(messages)
-        return tokens * WORST_SLOPE <= self._surely(window, request, narrowed_to, mode) and not has_media(request)
+        most = size + RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(messages)
+        return most * WORST_SLOPE <= self._surely(window, request, ruler, narrowed_to, mode) and not has_media(request)
 
-    def _surely(self, window: Window, request: Request, narrowed_to: int | None, mode: Mode) -> int:
+    def _surely(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None, mode: Mode) -> int:
         """Tokens below which nothing is due, whatever answers have taught of this window."""
-        key = id(window), request.max_output, narrowed_to, mode
-        known = self._sure.get(key)
-        if known is None or known[0] is not window:
-            ruler = self.learned.steady_ruler(request, "", window)
-            least = self._budget(window, request, ruler, narrowed_to, WIDEST_MARGIN)
-            known = window, min(least.trigger, self._events.earliest(least, mode))
-            if len(self._sure) >= MOST_SURE:
-                self._sure.clear()
-            self._sure[key] = known
-        return known[1]
+        least = self._budget(window, request, ruler, narrowed_to, WIDEST_MARGIN)
+        return min(least.trigger, self._events.earliest(least, mode))
 
     def _budget(
         self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None, margin: float | None = None
     ) -> Budget:
-        return budget(
-            window,
-            requested_output=request.max_output,
-            ruler=ruler,
-            trigger=self._marks.trigger,
-            target=self._marks.target,
-            narrowed_to=narrowed_to,
-            margin=ruler.calibration.margin if margin is None else margin,
-        )
+        margin = ruler.calibration.margin if margin is None else margin
+        key = id(window), request.max_output, narrowed_to, margin
+        known = self._budgets.get(key)
+        if known is None or known[0] is not window:
+            made = budget(
+                window,
+                requested_output=request.max_output,
+                ruler=ruler,
+                trigger=self._marks.trigger,
+                target=self._marks.target,
+                narrowed_to=narrowed_to,
+                margin=margin,
+            )
+            if len(self._budgets) >= MOST_BUDGETS:
+                self._budgets.clear()
+            known = self._budgets[key] = window, made
+        return known[1].by(ruler)
 
     async def _judge(self, measured: Measured, mode: Mode) -> Decision:
         aim, steady = measured.budget, measured.steady
@@ -253,7 +248,7 @@ class Compactor:
             self._events.foresee(measured, steady, lasting, mode)
         else:
             decision = await self._events.fit(measured, aim, steady, before, mode)
-        return replace(decision, seconds={"count": counted - started, "compact": time.perf_counter() - counted})
+        return decision.but(seconds={"count": counted - started, "compact": time.perf_counter() - counted})
 
 
 def _window_after(refused: Overflow, forwarded: int, decision: Decision) -> Window:
@@ -268,4 +263,3 @@ def _window_after(refused: Overflow, forwarded: int, decision: Decision) -> Wind
     asked = decision.request.max_output if decision.request is not None else None
     whole = known.tokens if known is not None else refused.limit + (asked or 0)
     return Window(max(whole, refused.limit), None, refused.limit, "learned", None, None, price)
-

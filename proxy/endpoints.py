@@ -48,6 +48,7 @@ T = TypeVar("T")
 COMPACT_PATH = "/v1/compact"
 REWRITTEN = frozenset({b"content-encoding", b"content-md5", b"digest", b"content-digest"})
 """Request headers that speak of bytes which a compacted body no longer has."""
+CREDENTIALS = frozenset({b"authorization", b"api-key", b"x-api-key"})
 UNKNOWN_FIELD = frozenset({400, 422})
 """Statuses under which upstreams say that they do not know a field."""
 SILENT_MODELS = 256
@@ -434,4 +435,4 @@ Handler = Callable[[Exchange, Scope, Receive, Send], Awaitable[None]]
 
 def _credential(headers: Headers) -> bytes:
     """What the client authenticates with: callers with different ones share nothing."""
-    return b"\0".join(value for name, value in headers if name in (b"authorization", b"api-key", b"x-api-key"))
+    return b"\0".join([value for name, value in headers if name in CREDENTIALS])

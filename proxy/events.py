@@ -96,10 +96,10 @@ class Events:
         after = before if forwarded is conversation else await self._threads.total(measured.ruler, forwarded)
         decision = self._resumed(measured, before, after, replayed, walk, mode)
         if decision.outcome == "reused" and walk.move == "edited":
-            decision = replace(decision, prefix_break="edit")
+            decision = decision.but(prefix_break="edit")
         if after > aim.usable:
             squeezed = await self._squeeze(walk, aim, before, forwarded, replayed.checkpoint)
-            return replace(decision, reason=squeezed.reason) if squeezed.after == before and after < before else squeezed
+            return decision.but(reason=squeezed.reason) if squeezed.after == before and after < before else squeezed
         if self._summaries is not None and mode == "auto":
             lasting = steady.ruler.total(forwarded.messages)
             if self._summaries.is_due(lasting, steady):
@@ -214,20 +214,20 @@ class Events:
         if result is None or (result.reason == "deadline" and result.tokens_after > aim.usable):
             return measured.decided("none", "deadline", before)
         if result.tokens_after > aim.usable or result.tokens_after >= before:
-            return replace(measured.decided("none", "floor" if before > aim.usable else "no_gain", before), result=result)
+            return measured.decided("none", "floor" if before > aim.usable else "no_gain", before).but(result=result)
         if walk.mode != "shadow" and (frozen := walk.frozen(forwarded, checkpoint, result)) is not None:
             await self._store.put_if_absent(*frozen)
         if result.tokens_before < before:
             earlier = LayerReport("checkpoint", before, result.tokens_before)
             stages = (("checkpoint", forwarded), *result.stages)
             result = replace(result, tokens_before=before, reports=(earlier, *result.reports), stages=stages)
-        return replace(self._applied(measured, before, result, walk.mode), **walk.broken(result.conversation))
+        return self._applied(measured, before, result, walk.mode).but(**walk.broken(result.conversation))
 
     def _resumed(self, measured: Measured, before: int, after: int, replayed: Replayed, walk: Walk, mode: Mode) -> Decision:
         """What was found or made on the way, as a decision."""
         if replayed.conversation is measured.request.conversation or after >= before:
             reason = walk.reason or ("breaker" if walk.tried is None and mode != "force" else "no_gain")
-            return replace(measured.decided("rejected" if reason == "no_gain" else "none", reason, before), result=walk.tried)
+            return measured.decided("rejected" if reason == "no_gain" else "none", reason, before).but(result=walk.tried)
         resumed = measured.ruler.total(replayed.resumed.messages)
         reports = [LayerReport("checkpoint", before, resumed)] if resumed < before else []
         critical = CriticalItems()
@@ -239,14 +239,13 @@ class Events:
         decision = self._applied(measured, before, result, mode)
         if replayed.live is not None or replayed.made:
             layers = result.layers if replayed.live is not None else _layers(replayed)
-            return replace(decision, layers=layers, **walk.broken(replayed.conversation, again=replayed.live is None))
+            return decision.but(layers=layers, **walk.broken(replayed.conversation, again=replayed.live is None))
         outcome: Outcome = "shadow" if mode == "shadow" else "reused"
-        return replace(decision, outcome=outcome, layers=_layers(replayed), is_event=False, prefix_break=None)
+        return decision.but(outcome=outcome, layers=_layers(replayed), is_event=False, prefix_break=None)
 
     def _applied(self, measured: Measured, before: int, result: CompactionResult, mode: Mode) -> Decision:
         body = chat_completions.write(measured.request, result.conversation) if mode != "shadow" else None
-        return replace(
-            measured.decided("shadow" if mode == "shadow" else "applied", None, before),
+        return measured.decided("shadow" if mode == "shadow" else "applied", None, before).but(
             after=result.tokens_after,
             body=body,
             result=result,

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from proxy.compaction import CriticalItems
 from proxy.decisions import Decision
 from proxy.pricing import cache_break_cost, cost_saved
-from proxy.records import RequestRecord, saved_by_layer
-from proxy.wire.sse import Usage
+from proxy.records import NO_ITEMS, RequestRecord, saved_by_layer
+from proxy.wire.sse import NOTHING, Usage
 
 if TYPE_CHECKING:
     from proxy.tracing import Trace
 
 LEFT = 499
 """The status under which a request counts whose client left before it had one."""
+
+NOT_CHAT = Decision("none", "not_chat")
 
 log = structlog.get_logger("proxy")
 
@@ -46,13 +47,13 @@ class Exchange:
         self.upstream_seconds = 0.0
         self.status = LEFT
         self.answering = False
-        self.decision = Decision("none", "not_chat")
+        self.decision = NOT_CHAT
         self.altered: bytes | None = None
         self.asked_usage = False
         self.explained = False
         self.trace: Trace | None = None
         self.beside: list[tuple[bytes, bytes]] = []
-        self.usage = Usage()
+        self.usage: Usage = NOTHING
         self.overflow: str | None = None
         self.upstream_error: str | None = None
         self.gone = False
@@ -117,7 +118,7 @@ def record_of(exchange: Exchange) -> RequestRecord:
         fill_before=before / aim.usable if before is not None and aim is not None and aim.usable > 0 else None,
         fill_after=after / aim.usable if after is not None and aim is not None and aim.usable > 0 else None,
         validation_failures=tuple(report.refused for report in result.reports if report.refused) if result else (),
-        critical=result.critical if result is not None else CriticalItems(),
+        critical=result.critical if result is not None else NO_ITEMS,
         overflow=exchange.overflow,
         usage_input=usage.prompt,
         usage_output=usage.completion,

@@ -52,11 +52,12 @@ class Learned:
         if usage.prompt is None:
             return
         key = self._key(request, model)
-        ruler = tokens.ruler(model, request.fields, encoding=window.encoding if window is not None else None)
         if self._seems_truncated(key, counted, usage.prompt):
             self.windows.learn(model, usage.prompt, exact=False, now=time.monotonic())
             return
-        self.calibrator.observe(key, ruler.raw(messages), usage.prompt, prefixes=chain(messages, ruler.around))
+        if not self.calibrator.says_all(key, counted, usage.prompt):
+            ruler = tokens.ruler(model, request.fields, encoding=window.encoding if window is not None else None)
+            self.calibrator.observe(key, ruler.raw(messages), usage.prompt, prefixes=chain(messages, ruler.around))
         self.windows.accepted(model, usage.prompt)
         if usage.model:
             self.windows.answered_as(model, usage.model)
@@ -69,8 +70,8 @@ class Learned:
 
     def _seems_truncated(self, key: Key, counted: int, reported: int) -> bool:
         """Twice in a row far fewer tokens than we sent: once may be an upstream that counts only what was not cached."""
-        calibrated = self.calibrator.calibration(key).samples >= ENOUGH
-        if not overflow.truncated(counted, reported, calibrated=calibrated, media=key.media):
+        plain = not overflow.truncated(counted, reported, calibrated=True, media=key.media)
+        if plain or not overflow.truncated(counted, reported, calibrated=self._is_calibrated(key), media=key.media):
             self._short_answers.pop(key.model, None)
             return False
         seen = self._short_answers.get(key.model, 0) + 1
@@ -78,6 +79,9 @@ class Learned:
             self._short_answers.clear()
         self._short_answers[key.model] = seen
         return seen >= 2
+
+    def _is_calibrated(self, key: Key) -> bool:
+        return self.calibrator.calibration(key).samples >= ENOUGH
 
 
 def has_media(request: Request) -> bool:

@@ -6,7 +6,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,7 @@ from proxy.records import (
     COMPACT,
     ENDPOINTS,
     LAYERS,
+    NO_ITEMS,
     OUTCOMES,
     OVERFLOWS,
     PASSTHROUGH_REASONS,
@@ -35,7 +37,7 @@ from proxy.records import (
     saved_by_layer,
     settle,
 )
-from proxy.tally import Counter, Gauge, Histogram, Snapshot, Tally
+from proxy.tally import Child, Counter, Gauge, Histogram, Key, Snapshot, Tally
 from proxy.workers_figures import bury, new_worker, page_of, read, snapshot_of, write
 
 __all__ = ["ANY", "CHAT", "COMPACT", "Account", "Metrics", "ModelNames", "RequestRecord", "printable", "saved_by_layer", "settle"]
@@ -88,6 +90,43 @@ class ModelNames:
             return self._labels.setdefault(label, label)
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What requests of one endpoint, model and kind touch, at hand: labels, and the histograms that bear them.
+
+    endpoint, model, input, output: label values as they stand in keys. codes: status → key of the requests' counter.
+    """
+
+    endpoint: Key
+    model: Key
+    stream: str
+    codes: dict[int, Key]
+    duration: Child
+    first_chunk: Child
+    upstream_duration: Child
+    ratio: Child
+    fill_before: Child
+    fill_after: Child
+    count_error: Child
+    input: Key
+    output: Key
+
+
+class _InFlight:
+    """`with` it, a request of one endpoint counts as being served."""
+
+    def __init__(self, lock: threading.Lock, gauge: Gauge, endpoint: str) -> None:
+        self._lock, self._gauge, self._key = lock, gauge, (endpoint,)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._gauge.add(self._key)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._gauge.add(self._key, -1)
+
+
 class Metrics:
     """All metrics of one process. `record` is called once a request, from any thread.
 
@@ -117,6 +156,11 @@ class Metrics:
         self._make_upstream_metrics()
         self._make_summary_and_store_metrics()
         self._make_process_metrics(version)
+        self._rows: dict[tuple[str, str, str, bool], _Row] = {}  # by label, which are few
+        self._served = {name: _InFlight(self._tally.lock, self._inflight, name) for name in ENDPOINTS}
+        self._phases = {phase: self._overhead.child(phase) for phase in PHASES}
+        self._other_phase = self._overhead.child(OTHER)
+        self._told_windows: dict[str, tuple[int, int]] = {}
         self._begin([self.models[name] for name in names], tuple(layers))
         self.registry.register(self)
         self.share()
@@ -241,81 +285,107 @@ class Metrics:
 
     def record(self, record: RequestRecord) -> None:
         """Takes one request into every metric that it touches; the one place where requests are counted."""
-        model, timed = self.models[record.model], self.timed[record.model]
+        row = self._row(record)
         with self._tally.lock:
-            self._record_request(record, model, timed)
-            account = self._record_tokens(record, model)
-            self._record_compaction(record, model, timed)
-            self._record_upstream(record, model, timed)
+            self._record_request(record, row)
+            account = self._record_tokens(record, row)
+            self._record_compaction(record, row)
+            self._record_upstream(record, row)
         if record.outcome in OUTCOMES:
-            self._remember(record, model, account)
+            self._remember(record, row.model[0], account)
 
-    def _record_request(self, record: RequestRecord, model: str, timed: str) -> None:
-        endpoint = record.endpoint if record.endpoint in ENDPOINTS else ANY
-        stream = "true" if record.stream else "false"
-        self._requests.add((endpoint, model, _code(record.code), stream))
+    def _row(self, record: RequestRecord) -> _Row:
+        key = record.endpoint, self.models[record.model], self.timed[record.model], record.stream
+        row = self._rows.get(key)
+        if row is None:
+            endpoint = record.endpoint if record.endpoint in ENDPOINTS else ANY
+            row = self._rows[key] = self._new_row(endpoint, key[1], key[2], "true" if record.stream else "false")
+        return row
+
+    def _new_row(self, endpoint: str, model: str, timed: str, stream: str) -> _Row:
+        return _Row(
+            (endpoint,),
+            (model,),
+            stream,
+            {},
+            self._duration.child(endpoint, timed, stream),
+            self._first_chunk.child(timed),
+            self._upstream_duration.child(timed),
+            self._ratio.child(timed),
+            self._fill.child(timed, "before"),
+            self._fill.child(timed, "after"),
+            self._count_error.child(timed),
+            (model, "input"),
+            (model, "output"),
+        )
+
+    def _record_request(self, record: RequestRecord, row: _Row) -> None:
+        code = record.code
+        if code not in row.codes:
+            row.codes[code] = (*row.endpoint, *row.model, _code(code), row.stream)
+        self._requests.add(row.codes[code])
         if record.duration is not None:
-            self._duration.observe((endpoint, timed, stream), record.duration, record.trace_id)
+            row.duration.observe(record.duration, record.trace_id)
         if record.first_chunk is not None:
-            self._first_chunk.observe((timed,), record.first_chunk, record.trace_id)
+            row.first_chunk.observe(record.first_chunk, record.trace_id)
         for phase, seconds in record.overhead:
-            self._overhead.observe((_closed(phase, PHASES),), max(seconds, 0.0))
+            self._phases.get(phase, self._other_phase).observe(max(seconds, 0.0))
         if record.client_disconnect:
-            self._disconnects.add((endpoint,))
+            self._disconnects.add(row.endpoint)
         if record.stream_abort:
-            self._aborts.add((endpoint,))
+            self._aborts.add(row.endpoint)
 
-    def _record_tokens(self, record: RequestRecord, model: str) -> Account | None:
-        if record.received is None:
+    def _record_tokens(self, record: RequestRecord, row: _Row) -> Account | None:
+        received, forwarded, model = record.received, record.forwarded, row.model
+        if received is None:
             return None
-        account = settle(record.received, record.received if record.forwarded is None else record.forwarded, record.saved)
-        self._received.add((model,), account.received)
-        self._forwarded.add((model,), account.forwarded)
+        account = settle(received, received if forwarded is None else forwarded, record.saved)
+        self._received.add(model, account.received)
+        self._forwarded.add(model, account.forwarded)
         for layer, tokens in account.saved:
-            self._saved.add((model, layer), tokens)
+            self._saved.add((*model, layer), tokens)
         if account.gap:
-            self._gaps.add((model,), account.gap)
+            self._gaps.add(model, account.gap)
         if record.shadow_saved > 0:
-            self._shadow.add((model,), record.shadow_saved)
+            self._shadow.add(model, record.shadow_saved)
         if record.cost_saved is not None:
-            self._cost.add((model,), max(record.cost_saved, 0.0))
+            self._cost.add(model, max(record.cost_saved, 0.0))
         if record.cost_broken is not None:
-            self._cost_broken.add((model,), max(record.cost_broken, 0.0))
+            self._cost_broken.add(model, max(record.cost_broken, 0.0))
         return account
 
-    def _record_compaction(self, record: RequestRecord, model: str, timed: str) -> None:
+    def _record_compaction(self, record: RequestRecord, row: _Row) -> None:
         if record.outcome in OUTCOMES:
-            self._events.add((model, record.outcome))
+            self._events.add((*row.model, record.outcome))
         if record.passthrough is not None and record.outcome not in ("applied", "reused"):
             self._passthrough.add((_closed(record.passthrough, PASSTHROUGH_REASONS),))
         if record.ratio is not None:
-            self._ratio.observe((timed,), record.ratio)
+            row.ratio.observe(record.ratio)
         if record.fill_before is not None:
-            self._fill.observe((timed, "before"), record.fill_before)
+            row.fill_before.observe(record.fill_before)
         if record.fill_after is not None:
-            self._fill.observe((timed, "after"), record.fill_after)
+            row.fill_after.observe(record.fill_after)
         for rule in record.validation_failures:
             self._failures.add((_closed(rule, RULES),))
-        for result in ("kept", "repaired", "lost"):
-            count = getattr(record.critical, result)
-            if count:
-                self._critical.add((result,), count)
+        if record.critical is not NO_ITEMS:
+            for result in ("kept", "repaired", "lost"):
+                self._critical.add((result,), getattr(record.critical, result))
         if record.prefix_break is not None:
             self._breaks.add((_closed(record.prefix_break, PREFIX_BREAKS),))
 
-    def _record_upstream(self, record: RequestRecord, model: str, timed: str) -> None:
+    def _record_upstream(self, record: RequestRecord, row: _Row) -> None:
         if record.upstream_duration is not None:
-            self._upstream_duration.observe((timed,), record.upstream_duration, record.trace_id)
+            row.upstream_duration.observe(record.upstream_duration, record.trace_id)
         if record.overflow is not None:
-            self._overflows.add((model, _closed(record.overflow, OVERFLOWS)))
+            self._overflows.add((*row.model, _closed(record.overflow, OVERFLOWS)))
         if record.usage_input is not None:
-            self._usage.add((model, "input"), max(record.usage_input, 0))
+            self._usage.add(row.input, max(record.usage_input, 0))
         if record.usage_output is not None:
-            self._usage.add((model, "output"), max(record.usage_output, 0))
+            self._usage.add(row.output, max(record.usage_output, 0))
         if record.usage_cached is not None:
-            self._cached.add((model,), max(record.usage_cached, 0))
+            self._cached.add(row.model, max(record.usage_cached, 0))
         if record.count_error is not None:
-            self._count_error.observe((timed,), record.count_error)
+            row.count_error.observe(record.count_error)
         if record.upstream_error is not None:
             self._upstream_errors.add((_closed(record.upstream_error, UPSTREAM_ERRORS),))
 
@@ -331,24 +401,19 @@ class Metrics:
             }
         )
 
-    @contextmanager
-    def inflight(self, endpoint: str) -> Iterator[None]:
+    def inflight(self, endpoint: str) -> AbstractContextManager[None]:
         """`with metrics.inflight(CHAT):` counts a request while it is served."""
-        key = (endpoint if endpoint in ENDPOINTS else ANY,)
-        with self._tally.lock:
-            self._inflight.add(key)
-        try:
-            yield
-        finally:
-            with self._tally.lock:
-                self._inflight.add(key, -1)
+        return self._served.get(endpoint, self._served[ANY])
 
     def set_window(self, model: str, window: int, budget: int) -> None:
         """What a model can hold and what a request to it may weigh, in tokens."""
-        key = (self.models[model],)
+        label = self.models[model]
+        if self._told_windows.get(label) == (window, budget):
+            return
+        self._told_windows[label] = window, budget
         with self._tally.lock:
-            self._window.set(key, window)
-            self._budget.set(key, budget)
+            self._window.set((label,), window)
+            self._budget.set((label,), budget)
 
     def observe_summary(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -33,7 +33,7 @@ NO_ITEMS = CriticalItems()
 
 
 # A Struct, because a frozen dataclass of so many fields takes ten times as long to make, and one is made for each request
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What one request contributes. Callers fill what they know; None and () mean "not known" and leave no sample.
 
     endpoint: one of `ENDPOINTS`. code: the status that the client got; 499 when it left before one.
@@ -94,11 +94,13 @@ def saved_by_layer(result: CompactionResult) -> tuple[tuple[str, int], ...]:
     return tuple((report.layer, report.saved) for report in result.reports if report.saved and report.refused is None)
 
 
-def settle(received: int, forwarded: int, saved: Iterable[tuple[str, int]]) -> Account:
+def settle(received: int, forwarded: int, saved: Sequence[tuple[str, int]]) -> Account:
     """The account that adds up. What no layer claims is `unattributed`; what is claimed too much is taken from the last layers.
 
     A request that grew counts as forwarded unchanged: counters cannot go down. Whatever is moved is told in `gap`.
     """
+    if received == forwarded and not saved:
+        return Account(received, forwarded, ())
     claims = [(layer, tokens) for layer, tokens in saved if tokens]
     total = received - forwarded
     if sum(tokens for _, tokens in claims) == total and all(tokens > 0 for _, tokens in claims):

@@ -70,16 +70,34 @@ class Histogram:
         for key in keys:
             self.values.setdefault(key, [0.0] * (len(self.buckets) + 2))
 
-    def observe(self, key: Key, value: float, trace_id: str | None = None) -> None:
-        counts = self.values.get(key)
+    def child(self, *key: str) -> Child:
+        """These label values at hand; they show from the first observation on."""
+        return Child(self, key)
+
+    def observe(self, key: Key, value: float) -> None:
+        Child(self, key).observe(value)
+
+
+class Child:
+    """One set of label values of a histogram, for whoever observes it with every request."""
+
+    __slots__ = ("_buckets", "_counts", "_histogram", "_key")
+
+    def __init__(self, histogram: Histogram, key: Key) -> None:
+        self._histogram, self._key, self._buckets = histogram, key, histogram.buckets
+        self._counts = histogram.values.get(key)
+
+    def observe(self, value: float, trace_id: str | None = None) -> None:
+        counts = self._counts
         if counts is None:
-            self.begin(key)
-            counts = self.values[key]
-        place = bisect_left(self.buckets, value)
+            self._histogram.begin(self._key)
+            counts = self._counts = self._histogram.values[self._key]
+        place = bisect_left(self._buckets, value)
         counts[place] += 1
         counts[-1] += value
         if trace_id is not None:
-            self.exemplars.setdefault(key, {})[place] = Exemplar({"trace_id": trace_id}, value, time.time())
+            found = self._histogram.exemplars.setdefault(self._key, {})
+            found[place] = Exemplar({"trace_id": trace_id}, value, time.time())
 
 
 class Tally:

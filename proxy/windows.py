@@ -49,6 +49,10 @@ class Budget:
         """What a request must not exceed: another word for usable."""
         return self.usable
 
+    def by(self, ruler: Ruler) -> Budget:
+        """The same limit measured by another ruler."""
+        return Budget(self.window, self.reserve, self.usable, self.trigger, self.target, ruler)
+
 
 @dataclass(frozen=True, slots=True)
 class Price:
@@ -319,6 +323,7 @@ class Windows:
         self._learned: dict[str, Learned] = {}
         self._discovered: dict[str, int] = {}
         self._real_names: dict[str, str] = {}
+        self._answered: dict[str, str] = {}  # as it was written, so that what every answer says again costs a look
         self._found: dict[str, tuple[Window | None, float]] = {}
 
     def lookup(self, model: str, now: float) -> Window | None:
@@ -361,6 +366,10 @@ class Windows:
 
     def answered_as(self, model: str, real: str) -> None:
         """Remember which model answered to a name: an Azure deployment, or a gateway's alias."""
+        if self._answered.get(model) == real:
+            return
+        if len(model) <= NAME_LIMIT and len(real) <= NAME_LIMIT:
+            _remember(self._answered, model, real, NAMES_KEPT)
         key, name = _key(model), real[:NAME_LIMIT]
         if name and _key(name) != key and self._real_names.get(key) != name:
             _remember(self._real_names, key, name, NAMES_KEPT)

@@ -143,6 +143,17 @@ def test_a_compressed_body_leaves_uncompressed_when_it_was_compacted(proxy: Runn
     assert upstream.chats[0].json["messages"][-1] == LONG[-1]
 
 
+def test_a_compressed_body_is_measured_by_what_it_holds(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
+    alike = [user(f"{number}: " + "the same line again, word for word; " * 40) for number in range(60)]
+    packed = gzip.compress(chat(alike, model="gpt-4"))
+    assert len(packed) < 2_000
+
+    _, headers, _ = send(proxy, packed, content_encoding="gzip")
+
+    assert int(headers["x-compaction-tokens-before"]) > 8_192
+    assert headers["x-compaction"] == "applied"
+
+
 def test_an_azure_style_path_names_the_model_and_keeps_its_query(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
     body = json.dumps({"messages": LONG}).encode()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import pytest
 from builders import agent_session, chat
@@ -25,14 +24,14 @@ OVER = Decision("none", "floor", request=REQUEST, model="gpt-4", budget=BUDGET, 
     ("decision", "notable"),
     [
         (OVER, True),
-        (replace(OVER, reason="no_gain", outcome="rejected"), True),
-        (replace(OVER, reason="deadline"), True),
-        (replace(OVER, outcome="applied", reason=None, is_event=True), True),
-        (replace(OVER, outcome="shadow", reason=None, is_event=True), True),
-        (replace(OVER, outcome="reused", reason=None), False),
-        (replace(OVER, reason="fits"), False),
-        (replace(OVER, before=5_000), False),
-        (replace(OVER, budget=None, reason="unknown_window"), False),
+        (OVER.but(reason="no_gain", outcome="rejected"), True),
+        (OVER.but(reason="deadline"), True),
+        (OVER.but(outcome="applied", reason=None, is_event=True), True),
+        (OVER.but(outcome="shadow", reason=None, is_event=True), True),
+        (OVER.but(outcome="reused", reason=None), False),
+        (OVER.but(reason="fits"), False),
+        (OVER.but(before=5_000), False),
+        (OVER.but(budget=None, reason="unknown_window"), False),
         (Decision("bypassed", "bypass_header"), False),
         (Decision("failed", "internal_error"), False),
     ],

@@ -201,6 +201,15 @@ class Calibrator:
             _forget_oldest(self._anchors, self._most_anchors)
         return True
 
+    def says_all(self, key: Key, estimated: int, reported: int) -> bool:
+        """Whether the line is drawn from all the samples that it can have, and this answer lies on it: it teaches nothing.
+
+        estimated: our count as it was calibrated for the request.
+        """
+        line = self._lines.get(key)
+        full = line is not None and len(line.samples) == KEPT_SAMPLES and not line.refused
+        return full and abs(estimated - reported) <= EXACT_WITHIN * reported
+
     def learned(self) -> Mapping[Key, Calibration]:
         """Every line that answers have taught, for people to see."""
         return {key: _fitted(key, line) for key, line in self._lines.items() if line.samples}

@@ -197,6 +197,8 @@ class ChatRuler:
 
     def known(self, messages: Sequence[Message]) -> int | None:
         """The `total` of these messages where that takes look-ups only; None where there is anything to tokenize."""
+        if isinstance(messages, Messages) and (noted := messages.note(("raw", self._around))) is not None:
+            return math.ceil(self.calibration.tokens(noted))
         return None if self.cold_bytes(messages, 0) else self.total(messages)
 
     def _new_steps(self, messages: Sequence[Message]) -> Iterator[Step]:

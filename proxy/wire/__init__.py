@@ -7,13 +7,13 @@ Only what was edited is written anew; everything else leaves as the slice that c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from proxy.conversation import Conversation
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, gc=False):
     """A body that was understood.
 
     fields: every top-level field but `messages`, in the order of the body, as raw JSON.
@@ -23,7 +23,7 @@ class Request:
 
     model: str
     conversation: Conversation
-    fields: Mapping[str, bytes] = field(repr=False)
+    fields: Mapping[str, bytes]
     before: int
     stream: bool
     max_output: int | None

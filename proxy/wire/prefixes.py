@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 from proxy.conversation import Messages
 
-LANDMARKS = (512 * 1024, 64 * 1024, 8 * 1024)
+LANDMARKS = (512 * 1024, 64 * 1024, 8 * 1024, 512)
 """Offsets whose bytes find a history among others; a shorter one is read anew faster than it is found."""
 LANDMARK = 64
+HELD_BESIDE = 4096
+"""Bytes that a history holds beside its own, about: its messages as objects, and what was noted of them."""
 MOST_ALIKE = 8
 """Histories with the same landmark that are tried: parallel agents share their instructions and differ after them."""
 
@@ -64,7 +66,7 @@ class Prefixes:
             # a new list, because `find` reads without the lock
             alike = [known, *self._places.get(place, ())]
             self._places[place] = alike[:MOST_ALIKE]
-            self._size += len(known.prefix)
+            self._size += _length(known) + HELD_BESIDE
             for surplus in alike[MOST_ALIKE:]:
                 self._forget(surplus)
             while self._size > self._limit:
@@ -80,7 +82,7 @@ class Prefixes:
         place = self._known.pop(known, None)
         if place is None:
             return
-        self._size -= len(known.prefix)
+        self._size -= _length(known) + HELD_BESIDE
         alike = [other for other in self._places.get(place, ()) if other is not known]
         if alike:
             self._places[place] = alike
