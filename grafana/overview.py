@@ -25,6 +25,8 @@ from grafana_foundation_sdk.models.common import (
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DataSourceRef,
+    DynamicConfigValue,
+    MatcherConfig,
     VariableOption,
     VariableRefresh,
     VariableSort,
@@ -49,7 +51,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Figure:
-    """One number with its course behind it; six to a row."""
+    """One number over the whole time range; six to a row. Asked for once: its course would be that sum again for each pixel."""
 
     title: str
     told: str
@@ -62,7 +64,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Course:
-    """Lines over time; `width` of 24 columns."""
+    """Lines over time; `width` of 24 columns. many: most of its lines stay at zero, and those are not shown."""
 
     title: str
     told: str
@@ -71,6 +73,7 @@ class Course:
     queries: tuple[Query, ...]
     width: int = 12
     stacked: bool = False
+    many: bool = False
     empty: str = "Nothing in this time range"
 
 
@@ -178,6 +181,7 @@ SAVINGS = Section(
             "short",
             (Query(f"sum by (layer) ({rate(SAVED)})", "{{layer}}"),),
             stacked=True,
+            many=True,
         ),
         Course(
             "Tokens saved by model",
@@ -205,7 +209,7 @@ PRESSURE = Section(
     (
         Course(
             "Fill of the usable window",
-            "How full requests were when they came and when they went on; above 100% the model would have refused them.",
+            "How full requests were when they came and went on; above 100% the model would refuse them, above 500% reads 500%.",
             FILL,
             "percentunit",
             tuple(
@@ -229,6 +233,7 @@ PRESSURE = Section(
             "reqps",
             (Query(f"sum by (reason) ({rate('compaction_passthrough_total', HERE)})", "{{reason}}"),),
             stacked=True,
+            many=True,
         ),
         Course(
             "Windows and budgets",
@@ -262,6 +267,7 @@ QUALITY = Section(
             "short",
             (Query(f"sum by (rule) ({rate('compaction_validation_failures_total', HERE)})", "{{rule}}"),),
             width=8,
+            many=True,
         ),
         Course(
             "Prefix breaks",
@@ -324,7 +330,7 @@ LATENCY = Section(
             percentiles("compaction_upstream_duration_seconds"),
         ),
         Course(
-            "Requests",
+            "Requests by endpoint",
             "Requests a second by endpoint.",
             "compaction_requests_total",
             "reqps",
@@ -376,6 +382,7 @@ ERRORS = Section(
             (Query(f"sum by (reason) ({rate('compaction_upstream_errors_total', HERE)})", "{{reason}}"),),
             width=8,
             stacked=True,
+            many=True,
         ),
         Course(
             "Context overflows",
@@ -532,6 +539,10 @@ PROCESS = Section(
 SECTIONS = (SAVINGS, PRESSURE, QUALITY, LATENCY, ERRORS, SUMMARIZER, PROCESS)
 
 
+ALL_ZERO = MatcherConfig("byValue", {"reducer": "allIsZero", "op": "gte", "value": 0})
+HIDDEN = DynamicConfigValue("custom.hideFrom", {"legend": True, "tooltip": True, "viz": True})
+
+
 def target(query: Query, ref: str) -> prometheus.Dataquery:
     built = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(ref).datasource(SOURCE)
     return built.exemplar(True) if query.exemplar else built
@@ -552,9 +563,9 @@ def figure(panel: Figure) -> stat.Panel:
         .height(4)
         .span(4)
         .color_mode(BigValueColorMode.NONE)
-        .graph_mode(BigValueGraphMode.AREA)
+        .graph_mode(BigValueGraphMode.NONE)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-        .with_target(target(panel.query, "A"))
+        .with_target(target(panel.query, "A").instant())
     )
     return built if panel.decimals is None else built.decimals(panel.decimals)
 
@@ -584,6 +595,8 @@ def course(panel: Course) -> timeseries.Panel:
     )
     if panel.stacked:
         built = built.stacking(common.StackingConfig().mode(StackingMode.NORMAL).group("A"))
+    if panel.many:
+        built = built.with_override(ALL_ZERO, [HIDDEN])
     for index, query in enumerate(panel.queries):
         built = built.with_target(target(query, chr(ord("A") + index)))
     return built
@@ -614,7 +627,10 @@ def overview() -> dashboard.Dashboard:
     board = (
         dashboard.Dashboard("Compaction proxy / Overview")
         .uid("compaction-overview")
-        .description("What the proxy saves, how well it keeps what matters, and what it costs.")
+        .description(
+            "What the proxy saves, how well it keeps what matters, and what it costs. "
+            "What became of a single conversation is told by /explain on the proxy's admin port: no metric names one."
+        )
         .tags(["compaction-proxy", "llm"])
         .readonly()
         .refresh("30s")

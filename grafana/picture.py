@@ -28,6 +28,8 @@ SHOWN = ("Savings", "Context pressure", "Compaction quality", "Latency and overh
 """The rows in the picture: all seven would not be readable in a README."""
 WIDTH = 1400
 NEEDED = ("prometheus", "npm", "node", "chromium")
+QUIET = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic")
+"""A browser that asks nobody anything."""
 
 
 def selected(board: dict[str, Any]) -> dict[str, Any]:
@@ -86,7 +88,15 @@ def photograph(page: Path, board: dict[str, Any], picture: Path) -> None:
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in board["panels"]) * 38 + 70
     subprocess.run(
         [
-            *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1"),
+            *(
+                "chromium",
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--force-device-scale-factor=1",
+                *QUIET,
+            ),
             *("--allow-file-access-from-files", "--virtual-time-budget=20000", f"--window-size={WIDTH + 16},{height}"),
             *(f"--screenshot={picture}", page.as_uri()),
         ],

@@ -225,6 +225,26 @@ def test_the_alerts_are_those_of_the_catalogue() -> None:
     ]
 
 
+def test_panels_of_many_lines_leave_out_those_that_stay_at_zero_and_no_other_panel_hides_any() -> None:
+    hidden = {"id": "custom.hideFrom", "value": {"legend": True, "tooltip": True, "viz": True}}
+    zeros = {"id": "byValue", "options": {"reducer": "allIsZero", "op": "gte", "value": 0}}
+    overridden = {panel["title"]: panel["fieldConfig"]["overrides"] for panel in PANELS if panel["fieldConfig"].get("overrides")}
+
+    assert list(overridden) == [
+        "Tokens saved by layer",
+        "Forwarded as they came, by reason",
+        "Validation failures",
+        "Upstream errors",
+    ]
+    assert all(found == [{"matcher": zeros, "properties": [hidden]}] for found in overridden.values())
+
+
+def test_what_is_one_number_is_asked_for_once() -> None:
+    for panel in PANELS:
+        (instant,) = {target.get("instant", False) for target in panel["targets"]}
+        assert instant == (panel["type"] == "stat"), panel["title"]
+
+
 def test_the_picture_shows_rows_that_are_there_without_a_gap() -> None:
     source = (ROOT / "grafana/picture.py").read_text()
     (listed,) = re.findall(r"^SHOWN = \(([^)]*)\)", source, flags=re.MULTILINE)

@@ -34,19 +34,25 @@ function named(line: Line, panel: Panel): string {
   return line.legend === '__auto' ? panel.title : line.legend.replace(/\{\{\s*(\w+)\s*\}\}/g, (_, label) => line.metric[label] ?? '');
 }
 
+// The one override that the dashboard has.
+function hidesZeros(panel: Panel): boolean {
+  return (panel.fieldConfig.overrides ?? []).some((one: any) => one.matcher.options?.reducer === 'allIsZero');
+}
+
 // A line of Prometheus as a frame of Grafana; what is not a number is a gap, as in Grafana.
 function frame(line: Line, panel: Panel, index: number): any {
   const name = named(line, panel);
   const defaults = panel.fieldConfig.defaults;
   const values = line.values.map(([, value]) => (Number.isFinite(+value) ? +value : null));
   const found = values.filter((value) => value !== null) as number[];
+  const hidden = found.every((value) => value === 0) && hidesZeros(panel);
   const [least, most] = [Math.min(0, ...found), Math.max(...found)];
   const config = {
     ...defaults,
     displayName: name,
     color: { mode: 'palette-classic' },
     thresholds: { mode: 'absolute', steps: [{ value: -Infinity, color: 'green' }] },
-    custom: { ...LINE, ...(defaults.custom ?? {}) },
+    custom: { ...LINE, ...(defaults.custom ?? {}), hideFrom: { legend: hidden, tooltip: hidden, viz: hidden } },
   };
   const value: any = { name: 'Value', type: FieldType.number, values, config };
   const built: any = createDataFrame({
