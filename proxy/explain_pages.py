@@ -47,7 +47,7 @@ a{color:var(--link)}
 :focus-visible{outline:3px solid var(--link);outline-offset:2px}
 .skip{position:absolute;left:-99rem}.skip:focus{left:1rem;top:1rem}
 h1{font-size:1.4rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin-top:2rem}
-dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(9rem,1fr));gap:.5rem;margin:1rem 0}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(8rem,1fr));gap:.5rem;margin:1rem 0}
 dl div{border:1px solid var(--line);border-radius:.5rem;padding:.5rem .75rem}
 dt{font-size:.8rem;opacity:.8}dd{margin:0;font-weight:600;overflow-wrap:anywhere}
 .wide{overflow-x:auto}
@@ -62,6 +62,7 @@ td.n,th.n{text-align:right;font-variant-numeric:tabular-nums}
 pre{margin:0;padding:.5rem .6rem;white-space:pre-wrap;overflow-wrap:anywhere;max-height:24rem;overflow:auto;font-size:.85rem}
 b.removed{color:var(--del)}b.added{color:var(--add)}b.edited{color:var(--edit)}
 summary{cursor:pointer;padding:.35rem 0}
+@media(min-width:44rem){dl div:last-child{grid-column:span 2}}
 @media(max-width:44rem){.row{grid-template-columns:1fr}.empty{display:none}}
 """
 STYLE_HASH = base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()
@@ -207,7 +208,7 @@ def one_page(e: Explanation) -> str:
     listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
     masked = "<p>Texts are masked. explain.full_text shows them.</p>" if e.masked else ""
     return _document(
-        f"{e.model}, {_when(e.at)}",
+        f"{e.model}, {_when(e.at)} UTC",
         f"{BACK}<p>{escape(said)}</p><dl>{listed}</dl>{_layers(e.layers)}<h2>Messages</h2>{masked}{''.join(_messages(e.rows))}",
     )
 

@@ -85,8 +85,15 @@ def shown(page: str, width: int, folder: Path) -> dict[str, Any]:
     frame = f'<iframe width="{width}" height="800" srcdoc="{html.escape(page)}"></iframe>'
     (folder / "page.html").write_text(f'<!doctype html><meta charset="utf-8">{frame}<script>{MEASURE}</script>', encoding="utf-8")
     flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile", "--virtual-time-budget=5000")
+    quiet = (
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--disable-quic",
+    )
     done = subprocess.run(
-        ["chromium", *flags, "--dump-dom", (folder / "page.html").as_uri()], capture_output=True, text=True, check=True
+        ["chromium", *flags, *quiet, "--dump-dom", (folder / "page.html").as_uri()], capture_output=True, text=True, check=True
     )
     found = re.search(r"TOLD(.*)TOLD</body>", done.stdout, flags=re.DOTALL)
     assert found is not None, done.stdout[-500:]
