@@ -22,10 +22,12 @@ COPY --from=build /opt/compaction-proxy /opt/compaction-proxy
 WORKDIR /opt/compaction-proxy
 # For a store on disk (sqlite:////var/lib/compaction-proxy/checkpoints.db): a volume that is mounted here takes over its owner
 RUN install -d -m 0700 -o 10001 -g 10001 /var/lib/compaction-proxy
+# The state directory of several workers is the one above.
 # In a container loopback is nobody's: which of the two ports is reachable from outside is for whoever runs it to say
 ENV COMPACTION_SERVER__HOST=0.0.0.0 \
     COMPACTION_SERVER__ADMIN_HOST=0.0.0.0 \
     COMPACTION_LOG__FORMAT=json \
+    XDG_STATE_HOME=/var/lib \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1
 USER 10001:10001
