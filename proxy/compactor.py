@@ -20,7 +20,7 @@ from proxy.compaction import Layer
 from proxy.compaction.strategies import ask_for_ages
 from proxy.compaction.summary import sealing
 from proxy.compaction.validation import OPENAI, Rules
-from proxy.decisions import Decision, Measured, Mode, Wish
+from proxy.decisions import Caller, Decision, Measured, Mode, Wish
 from proxy.errors import Unreadable
 from proxy.events import Events
 from proxy.learned import Learned, has_media
@@ -50,6 +50,8 @@ RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
 """Of what was refused, when the upstream did not say how much it takes."""
+UNKNOWN = 0
+"""Stands for a window that is guessed anew with each refusal: checkpoints are found by the window that they were made for."""
 
 
 class Compactor:
@@ -126,20 +128,20 @@ class Compactor:
         if self._seen is not None:
             self._seen.note(credential, request.conversation.messages, time.monotonic())
         seconds = {"read": time.perf_counter() - started}
+        caller = Caller(credential, headers, wish.window)
         if window is None:
-            return Decision("none", "unknown_window", request=request, model=model, seconds=seconds)
+            return Decision("none", "unknown_window", request=request, model=model, seconds=seconds, caller=caller)
         ruler = self.learned.ruler(request, model, window)
         if mode != "force" and self._plainly_fits(request, size, window, ruler, wish.window, mode):
             aim = self._budget(window, request, ruler, wish.window)
             known = ruler.known(request.conversation.messages)  # else it is counted while the upstream thinks
-            return Decision("none", "fits", None, request, model, window, aim, known, known, seconds=seconds)
+            return Decision("none", "fits", None, request, model, window, aim, known, known, seconds=seconds, caller=caller)
         aim = self._budget(window, request, ruler, wish.window)
         steady = self._budget(window, request, self.learned.steady_ruler(request, model, window), wish.window)
-        measured = Measured(request, model, window, ruler, aim, steady, credential, headers)
-        seal = blake2b(credential, key=blake2b(self._secret).digest()).digest()
-        with sealing(seal):
+        measured = Measured(request, model, window, ruler, aim, steady, caller)
+        with sealing(self._seal(caller)):
             decision = await self._judge(measured, mode)
-        return decision.but(seal=seal, seconds={**seconds, **decision.seconds})
+        return decision.but(seconds={**seconds, **decision.seconds})
 
     async def count(self, decision: Decision) -> Decision:
         """The decision with its tokens counted, off the event loop where that takes long."""
@@ -156,24 +158,32 @@ class Compactor:
 
         What the upstream counted corrects our own count for this one request.
         """
-        with sealing(decision.seal):
+        with sealing(self._seal(decision.caller)):
             return await self._harder(decision, refused)
 
+    def _seal(self, caller: Caller) -> bytes:
+        """The key that this caller's summaries are sealed with."""
+        return blake2b(caller.credential, key=blake2b(self._secret).digest()).digest()
+
     async def _harder(self, decision: Decision, refused: Overflow) -> Decision | None:
-        request, forwarded = decision.request, decision.forwarded
+        request, forwarded, narrowed_to = decision.request, decision.forwarded, decision.caller.narrowed_to
         if request is None or not forwarded:
             return None
         model = decision.model or ""
         window = _window_after(refused, forwarded, decision)
         ruler = self.learned.ruler(request, model, decision.window)
-        aim = self._budget(window, request, ruler)
+        aim = self._budget(window, request, ruler, narrowed_to)
         ratio = max(refused.input / forwarded, 0.5) if refused.input else 1.0
-        fits = max(1, int(aim.usable * RETRY_SHARE / ratio))
-        aim = replace(aim, usable=fits, trigger=min(aim.trigger, fits), target=max(1, int(aim.target / ratio)))
-        measured = Measured(request, model, window, ruler, aim, aim, b"")
+        fits = max(1, min(int(aim.usable * RETRY_SHARE / ratio), forwarded - 1))
+        aim = replace(aim, usable=fits, trigger=min(aim.trigger, fits), target=max(1, min(int(aim.target / ratio), fits)))
+        # what the next turn will go by, which is to find what is forwarded now
+        known = self.windows.lookup(model, time.monotonic()) or decision.window
+        steady = self._budget(known or window, request, self.learned.steady_ruler(request, model, known), narrowed_to)
+        steady = steady if known is not None else replace(steady, window=UNKNOWN)
         before = await self._threads.total(ruler, request.conversation)
         started = time.perf_counter()
-        harder = await self._events.harder(measured, aim, before, forwarded)
+        measured = Measured(request, model, window, ruler, aim, steady, decision.caller)
+        harder = await self._events.harder(measured, aim, steady, before)
         if harder is None:
             return None
         return harder.but(seconds={**decision.seconds, "compact": time.perf_counter() - started})

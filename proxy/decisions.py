@@ -44,15 +44,30 @@ def _unknown(header: str, value: str, takes: str) -> ClientError:
     return ClientError(f"unknown value {shown!r} of the header {header}: it takes {takes}", code="unknown_value", param=header)
 
 
-# A Struct, because one is made for every request, and a frozen dataclass of so many fields takes five times as long to make
+class Caller(msgspec.Struct, frozen=True, gc=False):
+    """Who asks. credential: what it authenticates with: nothing is shared beyond it. headers: the same as it came, for a summary
+    by a model; without any none is asked for. narrowed_to: the window that it wishes."""
+
+    credential: bytes = b""
+    headers: Headers = ()
+    narrowed_to: int | None = None
+
+    def __repr__(self) -> str:
+        return "Caller()"  # a credential is shown to nobody
+
+
+NOBODY = Caller()
+
+
+# Structs, because one is made for every request, and a frozen dataclass of so many fields takes five times as long to make
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """What becomes of one request.
 
     body: the bytes to forward instead of those that came; None: as it came. reason: why nothing was done, or why it failed.
     before, after: prompt tokens by our count; None where they were not counted (yet). layers: who had a part in `after`.
     seconds: our own time by phase. prefix_break: why the upstream's prompt cache is of no use from some message on, where that
-    is known: `event`, `edit`, `new_conversation`. rewritten: tokens which it must read anew because of an event. seal: the key
-    that this caller's summaries are sealed with.
+    is known: `event`, `edit`, `new_conversation`. rewritten: tokens which it must read anew because of an event.
+    caller: for whom.
     """
 
     outcome: Outcome
@@ -70,7 +85,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     seconds: Mapping[str, float] = {}
     prefix_break: str | None = None
     rewritten: int = 0
-    seal: bytes = b""
+    caller: Caller = NOBODY
 
     @property
     def forwarded(self) -> int | None:
@@ -86,8 +101,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
 class Measured:
     """A request that was understood.
 
-    budget: by what answers have taught; steady: by the model's name alone.
-    credential: what the client authenticates with: nothing is shared beyond it. headers: it, as it came.
+    budget: by what answers have taught; steady: by the model's name alone. caller: for whom.
     """
 
     request: Request
@@ -96,9 +110,9 @@ class Measured:
     ruler: ChatRuler
     budget: Budget
     steady: Budget
-    credential: bytes
-    headers: Headers = ()
+    caller: Caller
 
     def decided(self, outcome: Outcome, reason: str | None = None, before: int | None = None) -> Decision:
         """A decision that forwards it as it came."""
-        return Decision(outcome, reason, None, self.request, self.model, self.window, self.budget, before, before)
+        request, window, aim = self.request, self.window, self.budget
+        return Decision(outcome, reason, None, request, self.model, window, aim, before, before, caller=self.caller)

@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from proxy.checkpoints import CheckpointStore
-from proxy.checkpoints.chain import Chain, Digests, chain, namespace
+from proxy.checkpoints.chain import Chain, Digests, chain, claim, edition, namespace
 from proxy.checkpoints.checkpoint import Checkpoint
-from proxy.checkpoints.resume import Replayed
+from proxy.checkpoints.resume import EDITIONS, Replayed
 from proxy.checkpoints.trail import Trail
 from proxy.compaction import CompactionResult, CriticalItems, LayerReport
 from proxy.compaction.pipeline import compact
 from proxy.conversation import Conversation
 from proxy.decisions import Decision, Measured, Mode, Outcome
 from proxy.summarizers.background import Adoption, Background, Standing
-from proxy.threads import Threads
+from proxy.threads import Deadline, Threads
 from proxy.walk import Policy, Walk, standing_at
 from proxy.windows import Budget
 from proxy.wire import chat_completions
-
-T = TypeVar("T")
 
 REPLAY_SHARE = 0.6
 """Of the deadline: what going through a history again may take; one event from what came is left the rest."""
@@ -34,6 +31,9 @@ SIBLINGS = 8
 """Checkpoints of histories that share a beginning with this one: so many are passed over in search of its own."""
 WRITERS = 3
 """Times that a history is gone through again because somebody else had written first."""
+
+Found = tuple[int, Checkpoint]
+"""A checkpoint as the store gives it: with the number of its key among those of the history."""
 
 
 class Events:
@@ -80,6 +80,7 @@ class Events:
 
     async def fit(self, measured: Measured, aim: Budget, steady: Budget, before: int, mode: Mode) -> Decision:
         """Takes up where an earlier event left off, and makes a new one where that is due."""
+        deadline = Deadline(self.policy.marks.timeout)
         conversation = measured.request.conversation
         seed, linked = self._linked(measured, steady)
         own, others = await self._known(linked.keys)
@@ -89,16 +90,16 @@ class Events:
             due = replayed.due
             replayed = None if others is None else await self._joined(walk, others)
             if replayed is None:
-                walk, replayed = await self._event(walk if others is None else walk.from_here(others), due, seed)
+                walk, replayed = await self._event(walk if others is None else walk.from_here(others), due, seed, deadline)
         if replayed is None or not replayed.complete:
-            return await self._squeeze(walk, aim, before, conversation)
+            return await self._squeeze(walk, aim, before, walk.before(), walk.found[1] if walk.found else None, deadline)
         forwarded = replayed.conversation
         after = before if forwarded is conversation else await self._threads.total(measured.ruler, forwarded)
         decision = self._resumed(measured, before, after, replayed, walk, mode)
         if decision.outcome == "reused" and walk.move == "edited":
             decision = decision.but(prefix_break="edit")
         if after > aim.usable:
-            squeezed = await self._squeeze(walk, aim, before, forwarded, replayed.checkpoint)
+            squeezed = await self._squeeze(walk, aim, before, forwarded, replayed.checkpoint, deadline)
             return decision.but(reason=squeezed.reason) if squeezed.after == before and after < before else squeezed
         if self._summaries is not None and mode == "auto":
             lasting = steady.ruler.total(forwarded.messages)
@@ -106,25 +107,35 @@ class Events:
                 self._prepare(measured, steady, walk.standing(seed, replayed.checkpoint), forwarded)
         return decision
 
-    async def harder(self, measured: Measured, aim: Budget, before: int, forwarded: int) -> Decision | None:
-        """An event with the last resort, after the upstream refused what was forwarded (tokens); None when it helps nothing."""
-        result = await self._within(self._last_resort(measured.request.conversation, aim, measured.model))
-        if result is None or result.tokens_after > aim.usable or result.tokens_after >= forwarded:
-            return None
-        return self._applied(measured, before, result, "auto")
+    async def harder(self, measured: Measured, aim: Budget, steady: Budget, before: int) -> Decision | None:
+        """What to try after the upstream refused what was forwarded; None when nothing helps.
 
-    async def _known(self, keys: Sequence[bytes]) -> tuple[tuple[int, Checkpoint] | None, tuple[int, Checkpoint] | None]:
+        aim: what the refusal leaves. steady: as the next turn will have it, so that it finds what this one has forwarded.
+        """
+        decision = await self.fit(measured, aim, steady, before, "auto")
+        if decision.body is None or decision.after is None or decision.after > aim.usable:
+            return None
+        return decision.but(prefix_break="event") if decision.is_event else decision
+
+    async def _known(self, keys: Sequence[bytes]) -> tuple[Found | None, Found | None]:
         """The longest checkpoint whose event lies on the way of this history; and a longer one of another history that has only
         its beginning in common with this one, if there is one."""
         others, passed = None, frozenset(keys)
         for _ in range(SIBLINGS):
             found = await self._store.get_longest(keys)
             if found is None or not found[1].origin or found[1].origin in passed:
-                return found, others
+                return await self._latest(keys, found), others
             others, keys = others or found, keys[: found[0]]
         return None, others
 
-    async def _joined(self, walk: Walk, others: tuple[int, Checkpoint]) -> Replayed | None:
+    async def _latest(self, keys: Sequence[bytes], found: Found | None) -> Found | None:
+        """The last edition of what was found. Only what an event left nothing behind of has any, so this seldom asks."""
+        if found is None or found[1].cut < found[1].seen:
+            return found
+        later = await self._store.get_longest([edition(keys[found[0]], number) for number in range(1, EDITIONS + 1)])
+        return found if later is None else (found[0], later[1])
+
+    async def _joined(self, walk: Walk, others: Found) -> Replayed | None:
         """Where an event is due anyway, the one of a history with the same beginning will do (before an edit, in a branch): what
         it left is in the upstream's cache. None when that is not enough."""
         looked = walk.from_here(others).looking()
@@ -135,14 +146,14 @@ class Events:
         await self._store.put_if_absent(key, checkpoint)
         return replace(looked, made=((key, checkpoint),))
 
-    async def _event(self, walk: Walk, due: bytes | None, seed: bytes) -> tuple[Walk, Replayed | None]:
+    async def _event(self, walk: Walk, due: bytes | None, seed: bytes, deadline: Deadline) -> tuple[Walk, Replayed | None]:
         """Goes through a history where events are due, and leaves what became of them in the store.
 
         Parallel requests of one conversation come to the same event: one makes it, the others wait and take it up. Where
         somebody else wrote first, another process perhaps, what that one wrote is what counts.
         """
         if due is not None and due in self._under_way:
-            await asyncio.wait([self._under_way[due]], timeout=self.policy.marks.timeout)
+            await asyncio.wait([self._under_way[due]], timeout=deadline.left())
             own, others = await self._known(walk.chain.keys)
             walk = walk.from_here(own or others)
             looked = walk.looking()
@@ -153,19 +164,21 @@ class Events:
         if due is not None and mine:
             self._under_way[due] = asyncio.get_running_loop().create_future()
         try:
-            return await self._written(walk, seed)
+            return await self._written(walk, seed, deadline)
         finally:
             if due is not None and mine:
                 self._under_way.pop(due).set_result(None)
 
-    async def _written(self, walk: Walk, seed: bytes) -> tuple[Walk, Replayed | None]:
+    async def _written(self, walk: Walk, seed: bytes, deadline: Deadline) -> tuple[Walk, Replayed | None]:
         """The walk that stands in the end, after whoever wrote first."""
         replayed: Replayed | None = None
         for _ in range(WRITERS):
             if self._summaries is not None:
+                started = time.monotonic()
                 walk.summary = await self._taken(walk, seed)
-            walk.stop = self._stop(REPLAY_SHARE)
-            replayed = await self._within(walk.working)
+                deadline.put_off(time.monotonic() - started)
+            walk.stop = deadline.passed(REPLAY_SHARE)
+            replayed = await self._threads.within(deadline.left(), walk.working)
             if replayed is None or not replayed.complete:
                 return walk, replayed
             winner = await self._stored(walk, replayed)
@@ -174,14 +187,40 @@ class Events:
             walk = walk.from_here(winner)
         return walk, replayed
 
-    async def _stored(self, walk: Walk, replayed: Replayed) -> tuple[int, Checkpoint] | None:
+    async def _stored(self, walk: Walk, replayed: Replayed) -> Found | None:
         """Puts what was made into the store; returns what stands there instead of it, if somebody else was first."""
         for key, checkpoint in replayed.made:
+            live = replayed.live is not None and checkpoint is replayed.checkpoint
+            if live and self._may_differ and (winner := await self._claimed(walk, checkpoint)) is not None:
+                return winner
             if not await self._store.put_if_absent(key, checkpoint):
-                winner = await self._store.get_longest(walk.chain.keys)
+                own, others = await self._known(walk.chain.keys)
+                winner = others or own
                 if winner is not None and winner[1] not in [made for _, made in replayed.made]:
                     return winner
         return None
+
+    @property
+    def _may_differ(self) -> bool:
+        """Whether two processes may come to different ends with one event: a model's words, or the age of messages."""
+        return self._summaries is not None or self.policy.seen is not None
+
+    async def _claimed(self, walk: Walk, made: Checkpoint) -> Found | None:
+        """Claims an event that another process may make otherwise, at another cut; returns what that one made if it was first.
+
+        Under their own keys both would stand, and the longer one would be found by the next turn, whoever forwarded which.
+        """
+        if not made.origin:
+            return None
+        event = claim(made.origin, made.parent, made.generation)
+        if await self._store.put_if_absent(event, made):
+            return None
+        found = await self._store.get_longest([event])
+        winner = None if found is None or found[1] == made else walk.found_as(found[1])
+        if winner is not None and (key := walk.key(winner[1])) is not None:
+            # who was first may have ended right after the claim
+            await self._store.put_if_absent(key, winner[1])
+        return winner
 
     async def _taken(self, walk: Walk, seed: bytes) -> Adoption | None:
         """A prepared summary for the event of the request that waits. Whoever waits for summaries has one started at once."""
@@ -194,34 +233,54 @@ class Events:
     def _prepare(self, measured: Measured, steady: Budget, standing: Standing, forwarded: Conversation) -> None:
         assert self._summaries is not None
         came = measured.request.conversation
-        self._summaries.prepare(standing, came, forwarded, steady, measured.model, measured.headers)
+        self._summaries.prepare(standing, came, forwarded, steady, measured.model, measured.caller.headers)
 
     async def _squeeze(
-        self, walk: Walk, aim: Budget, before: int, forwarded: Conversation, checkpoint: Checkpoint | None = None
+        self, walk: Walk, aim: Budget, before: int, forwarded: Conversation, checkpoint: Checkpoint | None, deadline: Deadline
     ) -> Decision:
         """One event with the last resort: for what does not fit by what answers have taught although the steady measure is
         content, and for a history that is too long to be gone through in time.
 
         It starts from what would be forwarded, or from what came where that is not enough. What comes of it is stored like any
-        event, or the next request, which is as long, would break the prompt cache again.
+        event, or the next request, which is as long, would break the prompt cache again. checkpoint: what is in force.
         """
         measured = walk.measured
         came = measured.request.conversation
-        result = await self._within(self._last_resort(forwarded, aim, measured.model))
+        result = await self._last_resort(forwarded, aim, measured.model, deadline)
         if forwarded is not came and (result is None or result.tokens_after > aim.usable):
-            forwarded, checkpoint = came, None
-            result = await self._within(self._last_resort(came, aim, measured.model))
+            forwarded = came
+            result = await self._last_resort(came, aim, measured.model, deadline)
         if result is None or (result.reason == "deadline" and result.tokens_after > aim.usable):
             return measured.decided("none", "deadline", before)
         if result.tokens_after > aim.usable or result.tokens_after >= before:
             return measured.decided("none", "floor" if before > aim.usable else "no_gain", before).but(result=result)
-        if walk.mode != "shadow" and (frozen := walk.frozen(forwarded, checkpoint, result)) is not None:
-            await self._store.put_if_absent(*frozen)
+        if walk.mode != "shadow" and (theirs := await self._kept(walk, forwarded, checkpoint, result)) is not None:
+            looked = walk.from_here(theirs).looking()
+            after = await self._threads.total(measured.ruler, looked.conversation)
+            if looked.complete and after <= aim.usable:
+                return self._resumed(measured, before, after, looked, walk, walk.mode)
         if result.tokens_before < before:
             earlier = LayerReport("checkpoint", before, result.tokens_before)
             stages = (("checkpoint", forwarded), *result.stages)
             result = replace(result, tokens_before=before, reports=(earlier, *result.reports), stages=stages)
         return self._applied(measured, before, result, walk.mode).but(**walk.broken(result.conversation))
+
+    async def _kept(
+        self, walk: Walk, began: Conversation, checkpoint: Checkpoint | None, result: CompactionResult
+    ) -> Found | None:
+        """Puts an event outside of the walk into the store; returns what stands there instead of it, if somebody else was first.
+
+        What answers have taught differs from process to process, so it is claimed.
+        """
+        sizes = [await self._threads.total(walk.steady.ruler, each) for each in (began, result.conversation)]
+        steadily = replace(result, tokens_before=sizes[0], tokens_after=sizes[1])
+        frozen = walk.frozen(began, checkpoint, steadily)
+        if frozen is None:
+            return None
+        winner = await self._claimed(walk, frozen[1])
+        if winner is None:
+            await self._store.put_if_absent(*frozen)
+        return winner
 
     def _resumed(self, measured: Measured, before: int, after: int, replayed: Replayed, walk: Walk, mode: Mode) -> Decision:
         """What was found or made on the way, as a decision."""
@@ -254,23 +313,18 @@ class Events:
             prefix_break="event" if body is not None else None,
         )
 
-    def _last_resort(self, conversation: Conversation, aim: Budget, model: str) -> Callable[[], CompactionResult]:
-        """An event for a request that must become smaller, whatever it costs."""
-        stop = self._stop()
-        rules = self.policy.rules_of(conversation, model)
-        return lambda: compact(conversation, aim, self.policy.layers, stop=stop, hard=True, rules=rules)
-
-    def _stop(self, share: float = 1.0) -> Callable[[], bool]:
-        limit = time.monotonic() + self.policy.marks.timeout * share
-        return lambda: time.monotonic() > limit
-
-    async def _within(self, work: Callable[[], T]) -> T | None:
-        """The work's result from a worker thread, None when the deadline passes first; the work asks for itself, too."""
-        return await self._threads.within(self.policy.marks.timeout, work)
+    async def _last_resort(
+        self, conversation: Conversation, aim: Budget, model: str, deadline: Deadline
+    ) -> CompactionResult | None:
+        """An event for a request that must become smaller, whatever it costs; None when the time is over."""
+        stop, rules = deadline.passed(), self.policy.rules_of(conversation, model)
+        return await self._threads.within(
+            deadline.left(), lambda: compact(conversation, aim, self.policy.layers, stop=stop, hard=True, rules=rules)
+        )
 
     def _linked(self, measured: Measured, steady: Budget) -> tuple[bytes, Chain]:
         """Whose history this is, and its keys."""
-        seed = namespace(self._secret, measured.credential, self._fingerprint, measured.model, str(steady.window))
+        seed = namespace(self._secret, measured.caller.credential, self._fingerprint, measured.model, str(steady.window))
         return seed, chain(measured.request.conversation, seed, self._digests)
 
 

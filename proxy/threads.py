@@ -1,20 +1,40 @@
-"""Work beside the event loop, so that it serves everyone else meanwhile."""
+"""Work beside the event loop, so that it serves everyone else meanwhile, and how long it may take."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from proxy.conversation import Conversation
-from proxy.tokens.chat import ChatRuler
+from proxy.tokens import Ruler
 
 T = TypeVar("T")
 
 INLINE_BYTES = 32 * 1024
 """Uncached text up to this size is counted on the event loop (about 2 ms); a thread costs more than it saves."""
+
+
+class Deadline:
+    """Until when a request may be held up by us: one for all that is done for it."""
+
+    def __init__(self, seconds: float) -> None:
+        self._start, self._seconds = time.monotonic(), seconds
+
+    def left(self) -> float:
+        """Seconds until it, never below 0."""
+        return max(0.0, self._start + self._seconds - time.monotonic())
+
+    def passed(self, share: float = 1.0) -> Callable[[], bool]:
+        """Asks whether this share of the time is over."""
+        return lambda: time.monotonic() - self._start > self._seconds * share
+
+    def put_off(self, seconds: float) -> None:
+        """Somebody wanted to wait for so long: that is not our time."""
+        self._start += seconds
 
 
 class Threads:
@@ -23,7 +43,7 @@ class Threads:
     def __init__(self, count: int = 2) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="compaction")
 
-    async def total(self, ruler: ChatRuler, conversation: Conversation) -> int:
+    async def total(self, ruler: Ruler, conversation: Conversation) -> int:
         if ruler.cold_bytes(conversation.messages, INLINE_BYTES) <= INLINE_BYTES:
             return ruler.total(conversation.messages)
         return await self.run(lambda: ruler.total(conversation.messages))

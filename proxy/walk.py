@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from proxy import tokens
-from proxy.checkpoints.chain import Chain
+from proxy.checkpoints.chain import Chain, edition
 from proxy.checkpoints.checkpoint import Checkpoint
 from proxy.checkpoints.first_seen import FirstSeen
 from proxy.checkpoints.resume import Decide, Refusals, Replayed, decision_points, freeze, replay, resume, rule
@@ -68,7 +68,7 @@ class Policy:
         """The layers for the event of the request that waits: the only one that may be told how old messages are."""
         if self.seen is None:
             return self.layers
-        ages = self.seen.ages(measured.credential, measured.request.conversation.messages, time.monotonic())
+        ages = self.seen.ages(measured.caller.credential, measured.request.conversation.messages, time.monotonic())
         return with_ages(self.layers, ages)
 
     def refusal(self, result: CompactionResult, aim: Budget, forced: bool) -> str | None:
@@ -134,7 +134,7 @@ class Walk:
         return self._replay(self._event)
 
     def before(self) -> Conversation:
-        """What would be forwarded without any further event."""
+        """What would be forwarded without any further event, by what the store knew."""
         came = self.measured.request.conversation
         return (resume(came, self.found[1], self._policy.thaws) if self.found is not None else None) or came
 
@@ -159,10 +159,20 @@ class Walk:
     def frozen(
         self, before: Conversation, checkpoint: Checkpoint | None, result: CompactionResult
     ) -> tuple[bytes, Checkpoint] | None:
-        """An event outside of the walk as a checkpoint with its key."""
+        """An event outside of the walk as a checkpoint with its key. before: what it started from; checkpoint: the one in force,
+        which it takes the place of."""
         came = self.measured.request.conversation
-        parent = (None if checkpoint is None else self.chain.key(checkpoint.cut), checkpoint)
+        parent = (None if checkpoint is None else self.key(checkpoint), checkpoint)
         return freeze(came, self.chain, before, Event(result), parent=parent, model=self.measured.model)
+
+    def key(self, checkpoint: Checkpoint) -> bytes | None:
+        """What a checkpoint of this history is stored under."""
+        key = self.chain.key(checkpoint.cut)
+        return None if key is None else edition(key, checkpoint.edition)
+
+    def found_as(self, checkpoint: Checkpoint) -> tuple[int, Checkpoint] | None:
+        """A checkpoint that somebody else made, as the store would give it; None where this history cannot be cut there."""
+        return (self.chain.cuts.index(checkpoint.cut), checkpoint) if checkpoint.cut in self.chain.cuts else None
 
     def _replay(self, decide: Decide | None) -> Replayed:
         policy, conversation = self._policy, self.measured.request.conversation

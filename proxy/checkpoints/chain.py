@@ -131,6 +131,16 @@ class _Noted:
     key: bytes
 
 
+def edition(key: bytes, number: int) -> bytes:
+    """The key of a later edition of what stands under a key; the key itself for the first, 0."""
+    return blake2b(key + b"edition %d" % number, digest_size=SIZE).digest() if number else key
+
+
+def claim(origin: bytes, parent: bytes | None, generation: int) -> bytes:
+    """The key of one event, wherever it cuts: by the history that it decides on and what it starts from."""
+    return blake2b(b"event %d" % generation + origin + (parent or b""), digest_size=SIZE).digest()
+
+
 def keys(conversation: Conversation, seed: bytes, digests: Digests | None = None) -> list[bytes]:
     """The keys alone, shortest prefix first."""
     return list(chain(conversation, seed, digests).keys)

@@ -30,7 +30,8 @@ class Checkpoint:
     seen: how many messages after the preamble the event knew. generation: how many events led here; parent: the key of
     the one before. tokens_before, tokens_after: of the whole request at that event, tools and preamble included.
     calibration: (slope, offset) of the ruler that measured, so that a later measure agrees with it. ledger: opaque here.
-    origin: the key of the history that the event decided on; empty where that could not be cut.
+    origin: the key of the history that the event decided on; empty where that could not be cut. edition: above 0 where it stands
+    in place of another one with the same cut, whose event had left nothing behind it.
     """
 
     cut: int
@@ -45,6 +46,7 @@ class Checkpoint:
     model: str = ""
     calibration: tuple[float, float] = (1.0, 0.0)
     origin: bytes = b""
+    edition: int = 0
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from proxy.checkpoints.chain import Chain, digest
+from proxy.checkpoints.chain import Chain, digest, edition
 from proxy.checkpoints.checkpoint import Checkpoint
 from proxy.checkpoints.thaw import Thaws, is_paired
 from proxy.compaction import CompactionResult, Stop
@@ -25,6 +25,9 @@ from proxy.wire.chat_completions import write_message
 
 RULES = 8
 """Rules whose cost of one replacement is remembered: a conversation has one or two models."""
+
+EDITIONS = 3
+"""Events after one that left nothing behind it, on the very same history: a refusal, a second process that counts otherwise."""
 
 COUNTED = ("response_format", "thinking")
 """Fields of a request that change what its messages cost."""
@@ -186,8 +189,9 @@ def freeze(
 ) -> tuple[bytes, Checkpoint] | None:
     """An event as a checkpoint with its key. history: what the client sent; before: what the event started from.
 
-    The cut is put as early as the untouched rest allows, so that edits of late messages still find it. None when the event
-    left no legal cut, or touched the preamble: it serves this request only.
+    The cut is put as early as the untouched rest allows, so that edits of late messages still find it. Where the parent has
+    left nothing behind it to cut, this becomes its next edition. None when the event left no legal cut, or touched the preamble:
+    it serves this request only.
     """
     after, start = decision.result.conversation, len(history.preamble)
     if after.messages[:start] != history.preamble:
@@ -196,11 +200,14 @@ def freeze(
     # behind the parent's cut, or the first writer, which is the parent, would win
     earliest = parent[1].cut + 1 if parent[1] else 1
     at = bisect_left(chain.cuts, max(earliest, total - _common_tail(before.messages, after.messages)))
+    number = 0
     if at == len(chain.cuts):
-        return None
+        if parent[1] is None or parent[1].cut != total or parent[1].edition >= EDITIONS or chain.cuts[-1:] != (total,):
+            return None
+        at, number = at - 1, parent[1].edition + 1
     cut = chain.cuts[at]
     stop = len(after.messages) - (total - cut)
-    return chain.keys[at], Checkpoint(
+    return edition(chain.keys[at], number), Checkpoint(
         cut=cut,
         replacement=tuple(unmarked(write_message(message)) for message in after.messages[start:stop]),
         seen=total,
@@ -213,6 +220,7 @@ def freeze(
         model=model,
         calibration=calibration,
         origin=chain.key(total) or b"",
+        edition=number,
     )
 
 
@@ -318,7 +326,7 @@ class _Walk:
         if found is not None and found[1].cut in chain.cuts[: found[0] + 1]:
             self._whole = resume(conversation, found[1], thaws)
         if found is not None and self._whole is not None:
-            self.key, self.checkpoint = chain.keys[found[0]], found[1]
+            self.key, self.checkpoint = edition(chain.keys[found[0]], found[1].edition), found[1]
         self._total = len(conversation.messages) - len(conversation.preamble)
         self._sums = self._added_up(chain.cuts, self.checkpoint.cut if self.checkpoint else 0)
         self._base = rule.fixed
