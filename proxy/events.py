@@ -185,6 +185,9 @@ class Events:
             if winner is None:
                 break
             walk = walk.from_here(winner)
+            replayed = walk.looking()
+            if replayed.complete:
+                break
         return walk, replayed
 
     async def _stored(self, walk: Walk, replayed: Replayed) -> Found | None:

@@ -1,12 +1,9 @@
 """What the tests of this folder share: histories, checkpoints, and a Redis of their own."""
 
 import json
-import shutil
-import socket
-import subprocess
-import time
 
 import pytest
+from redis_server import MISSING, PROGRAM, running_redis
 
 from proxy.checkpoints import Checkpoint
 from proxy.conversation import Conversation
@@ -36,23 +33,8 @@ def checkpoint():
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory):
-    """A Redis of our own on a free loopback port, for the whole session."""
-    program = shutil.which("redis-server") or shutil.which("valkey-server")
-    if program is None:
-        pytest.skip("redis-server is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folder = tmp_path_factory.mktemp("redis")
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(folder)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        for _ in range(200):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        server.terminate()
-        server.wait()
+    """A Redis of our own for the whole session."""
+    if PROGRAM is None:
+        pytest.skip(MISSING)
+    with running_redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server.url

@@ -6,13 +6,9 @@ import contextlib
 import http.client
 import json
 import random
-import shutil
 import signal
-import socket
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,13 +18,13 @@ from urllib.parse import urlsplit
 import pytest
 from builders import assistant, call, prose, tool, user
 from fakes import Received, Reply, ScriptedUpstream
+from redis_server import Redis
 from running import RunningProxy, running_proxy
 
 from proxy.compaction.validation import violations
 from proxy.conversation import Conversation
 from proxy.wire.chat_completions import read_message
 
-PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 REQUESTS = 2_000
 CONVERSATIONS, MOST_TALKS = 20, 24
 SAYS_NOTHING = Reply(chunks=[b'{"object": "chat.completion", "choices": []}'])
@@ -39,61 +35,8 @@ CONFIG = "models: {gpt-4o: {window: 5000, reserve: 500}}"
 
 pytestmark = [
     pytest.mark.service,
-    pytest.mark.skipif(PROGRAM is None, reason="redis-server is not installed"),
     pytest.mark.timeout(300),
 ]
-
-
-@dataclass
-class Redis:
-    """A Redis of our own on a free loopback port."""
-
-    folder: Path
-    port: int = 0
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
-    def start(self) -> None:
-        if not self.port:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self.port = probe.getsockname()[1]
-        command = [str(PROGRAM), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        quiet = subprocess.DEVNULL
-        self.process = subprocess.Popen([*command, "--dir", str(self.folder)], stdout=quiet, stderr=quiet)
-        for _ in range(400):
-            with contextlib.suppress(OSError):
-                self.say("PING")
-                return
-            time.sleep(0.025)
-        raise RuntimeError("redis-server did not start")
-
-    def say(self, *words: str) -> bytes:
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as line:
-            line.sendall(" ".join(words).encode() + b"\r\n")
-            return line.recv(64)
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-
-@pytest.fixture
-def redis(tmp_path: Path) -> Iterator[Redis]:
-    server = Redis(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 @dataclass

@@ -1,12 +1,7 @@
 """A real Redis, stopped, paused, flushed, full and read-only under load: no request fails and nothing is mixed up."""
 
 import asyncio
-import contextlib
-import os
-import shutil
 import signal
-import socket
-import subprocess
 import time
 
 import pytest
@@ -21,57 +16,10 @@ from proxy.errors import StoreUnavailable
 
 pytestmark = [pytest.mark.anyio, pytest.mark.service]
 
-PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
-
 
 @pytest.fixture(autouse=True)
 def fresh_loggers():
     structlog.reset_defaults()
-
-
-class Server:
-    """A Redis of our own on a free loopback port."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.process = None
-
-    def start(self, *options):
-        command = [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen(
-            [*command, "--dir", str(self.folder), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for _ in range(400):
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
-                    return
-            time.sleep(0.025)
-        raise RuntimeError("redis-server did not start")
-
-    def signal(self, number):
-        os.kill(self.process.pid, number)
-
-    def stop(self):
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self.signal(signal.SIGCONT)
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-
-@pytest.fixture
-def server(tmp_path):
-    if PROGRAM is None:
-        pytest.skip("redis-server is not installed")
-    server = Server(tmp_path)
-    server.start()
-    yield server
-    server.stop()
 
 
 def key(number):
@@ -129,13 +77,13 @@ def told():
     return results, lambda store, operation, result, seconds: results.append(f"{operation} {result}")
 
 
-async def test_a_redis_that_is_stopped_and_started_again_costs_no_request(server):
+async def test_a_redis_that_is_stopped_and_started_again_costs_no_request(redis):
     results, observe = told()
-    async with Load(open_store(server.url, observe=observe)) as load:
-        server.stop()
+    async with Load(open_store(redis.url, observe=observe)) as load:
+        redis.stop()
         await load.some(600)
         assert "get error" in results
-        server.start()
+        redis.start()
         before = len(results)
         while "get miss" not in results[before:] and "get hit" not in results[before:]:
             await load.some(50)
@@ -143,13 +91,13 @@ async def test_a_redis_that_is_stopped_and_started_again_costs_no_request(server
     assert load.wrong == []
 
 
-async def test_a_redis_that_is_paused_costs_its_budget_once_in_a_while_and_mixes_up_no_answers(server):
+async def test_a_redis_that_is_paused_costs_its_budget_once_in_a_while_and_mixes_up_no_answers(redis):
     results, observe = told()
-    async with Load(open_store(server.url, observe=observe)) as load:
-        server.signal(signal.SIGSTOP)
+    async with Load(open_store(redis.url, observe=observe)) as load:
+        redis.signal(signal.SIGSTOP)
         await load.some(600)
         errors = results.count("get error") + results.count("put error")
-        server.signal(signal.SIGCONT)
+        redis.signal(signal.SIGCONT)
         before = len(results)
         while "get miss" not in results[before:] and "get hit" not in results[before:]:
             await load.some(50)
@@ -160,17 +108,17 @@ async def test_a_redis_that_is_paused_costs_its_budget_once_in_a_while_and_mixes
     assert 1 <= errors <= 60
 
 
-async def test_answers_that_come_after_their_caller_left_reach_nobody_else(server):
-    store = RedisStore(server.url, Codec(), ttl=60)
+async def test_answers_that_come_after_their_caller_left_reach_nobody_else(redis):
+    store = RedisStore(redis.url, Codec(), ttl=60)
     for number in range(50):
         await store.put_if_absent(key(number), value(number))
-    server.signal(signal.SIGSTOP)
+    redis.signal(signal.SIGSTOP)
     asking = [asyncio.ensure_future(store.get_longest([key(number)])) for number in range(25)]
     await asyncio.sleep(0.05)
     for task in asking:
         task.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
-    server.signal(signal.SIGCONT)
+    redis.signal(signal.SIGCONT)
 
     found = await asyncio.gather(*(store.get_longest([key(number)]) for number in range(25, 50)))
 
@@ -178,9 +126,9 @@ async def test_answers_that_come_after_their_caller_left_reach_nobody_else(serve
     await store.aclose()
 
 
-async def test_a_redis_that_is_flushed_costs_no_request_and_is_filled_again(server):
-    async with Load(open_store(server.url, budget=30)) as load:
-        store = RedisStore(server.url, Codec(), ttl=60)
+async def test_a_redis_that_is_flushed_costs_no_request_and_is_filled_again(redis):
+    async with Load(open_store(redis.url, budget=30)) as load:
+        store = RedisStore(redis.url, Codec(), ttl=60)
         await store._ask("FLUSHALL")
         await load.some(200)
         # what this process remembers still stands; what is new is stored for all
@@ -191,15 +139,15 @@ async def test_a_redis_that_is_flushed_costs_no_request_and_is_filled_again(serv
     assert load.wrong == []
 
 
-async def test_a_redis_that_is_full_is_read_and_memory_takes_the_rest(server):
-    writer = RedisStore(server.url, Codec(), ttl=60)
+async def test_a_redis_that_is_full_is_read_and_memory_takes_the_rest(redis):
+    writer = RedisStore(redis.url, Codec(), ttl=60)
     await writer.put_if_absent(key(1), value(1))
     await writer._ask("CONFIG", "SET", "maxmemory", "1")
 
     with pytest.raises(StoreUnavailable, match="full"):
         await writer.put_if_absent(key(2), value(2))
 
-    store = open_store(server.url, budget=30)
+    store = open_store(redis.url, budget=30)
     assert await store.put_if_absent(key(2), value(2)) is True
     assert await store.get_longest([key(1)]) == (0, value(1))
     assert await store.get_longest([key(2)]) == (0, value(2))
@@ -207,10 +155,10 @@ async def test_a_redis_that_is_full_is_read_and_memory_takes_the_rest(server):
     await writer.aclose()
 
 
-async def test_a_read_only_replica_is_read_and_memory_takes_the_rest(server):
-    writer = RedisStore(server.url, Codec(), ttl=60)
+async def test_a_read_only_replica_is_read_and_memory_takes_the_rest(redis):
+    writer = RedisStore(redis.url, Codec(), ttl=60)
     await writer.put_if_absent(key(1), value(1))
-    await writer._ask("REPLICAOF", "127.0.0.1", str(server.port))
+    await writer._ask("REPLICAOF", "127.0.0.1", str(redis.port))
 
     with pytest.raises(StoreUnavailable, match="read_only"):
         await writer.put_if_absent(key(2), value(2))
@@ -218,8 +166,8 @@ async def test_a_read_only_replica_is_read_and_memory_takes_the_rest(server):
     await writer.aclose()
 
 
-async def test_a_value_that_is_not_ours_is_removed_and_a_whole_one_takes_its_place(server):
-    store = RedisStore(server.url, Codec(), ttl=60)
+async def test_a_value_that_is_not_ours_is_removed_and_a_whole_one_takes_its_place(redis):
+    store = RedisStore(redis.url, Codec(), ttl=60)
     await store.put_if_absent(key(1), value(1))
     names = await store._ask("KEYS", "*")
     await store._ask("SET", names[0], b"\x01torn")
@@ -230,8 +178,8 @@ async def test_a_value_that_is_not_ours_is_removed_and_a_whole_one_takes_its_pla
     await guarded.aclose()
 
 
-async def test_a_key_that_holds_another_type_costs_no_request(server):
-    store = RedisStore(server.url, Codec(), ttl=60)
+async def test_a_key_that_holds_another_type_costs_no_request(redis):
+    store = RedisStore(redis.url, Codec(), ttl=60)
     await store.put_if_absent(key(1), value(1))
     names = await store._ask("KEYS", "*")
     await store._ask("DEL", names[0])
@@ -242,8 +190,8 @@ async def test_a_key_that_holds_another_type_costs_no_request(server):
     await store.aclose()
 
 
-async def test_one_lookup_is_one_command_and_what_is_unused_expires(server):
-    store = RedisStore(server.url, Codec(), ttl=1)
+async def test_one_lookup_is_one_command_and_what_is_unused_expires(redis):
+    store = RedisStore(redis.url, Codec(), ttl=1)
     await store.put_if_absent(key(1), value(1))
     before = (await store._ask("INFO", "commandstats")).copy()
     await store.get_longest([key(number) for number in range(2000)])

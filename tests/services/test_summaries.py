@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from builders import agent_session
-from fakes import Reply, ScriptedUpstream, completion
+from fakes import Received, Reply, ScriptedUpstream, completion
 from llama_server import MODEL, is_installed, llama_server
-from running import RunningProxy, running_proxy
+from running import RunningProxy, running_proxy, send
 
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
@@ -116,6 +119,69 @@ def with_cached(reply: Reply) -> Reply:
     answer = json.loads(reply.chunks[0])
     answer["usage"]["prompt_tokens_details"] = {"cached_tokens": 1_500}
     return Reply(chunks=[json.dumps(answer).encode()])
+
+
+class Pair:
+    """Two proxies on one store, each with a writer of its own, and what the upstream saw of each request."""
+
+    def __init__(self, upstream: ScriptedUpstream, proxies: list[RunningProxy]) -> None:
+        self._proxies = proxies
+        self._seen: dict[str, list[Any]] = {}
+        upstream.script = self._remember
+
+    def _remember(self, one: Received) -> Reply:
+        self._seen[one.header("x-mark") or ""] = one.json["messages"]
+        # no usage: what an upstream reports teaches each process on its own
+        return Reply(chunks=[b'{"object": "chat.completion", "choices": []}'])
+
+    def ask(self, which: int, messages: list[dict[str, Any]]) -> tuple[list[Any], str]:
+        """What one of them forwarded, and what it says it did."""
+        mark = f"{which} {len(messages)}"
+        body = json.dumps({"model": "gpt-4o", "messages": messages}).encode()
+        status, headers, _ = send(self._proxies[which], body, authorization="Bearer sk-client", x_mark=mark)
+        assert status == 200
+        return self._seen.pop(mark), f"{headers['x-compaction']} {headers['x-compaction-layers'] or ''}"
+
+    def ask_both(self, messages: list[dict[str, Any]]) -> list[tuple[list[Any], str]]:
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(self.ask, (0, 1), (messages, messages)))
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path}/c.db" if request.param == "sqlite" else str(request.getfixturevalue("redis").url)
+
+
+def test_two_proxies_whose_writers_answer_otherwise_and_at_other_times_forward_one_prefix(
+    upstream: ScriptedUpstream, writer: ScriptedUpstream, store: str, tmp_path: Path
+) -> None:
+    other = ScriptedUpstream(script=lambda _: replace(completion(WORDS.replace("next", "other"), model="writer"), delay=1.0))
+    start = other.start()
+    next(start)
+    messages = agent_session(60, words=180)
+    with contextlib.ExitStack() as both:
+        both.callback(lambda: next(start, None))
+        proxies = []
+        for number, server in enumerate((writer, other)):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            settings = config(folder, summarizer={"mode": "anchored", "base_url": server.url, "model": "writer"})
+            flags = ("--upstream", upstream.url, "--config", settings, "--store", store)
+            proxies.append(both.enter_context(running_proxy(*flags)))
+        pair, before, events, outside = Pair(upstream, proxies), [], set(), 0
+        for stop in [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]:
+            (one, told), (same, also) = pair.ask_both(messages[:stop])
+            assert one == same
+            is_event = "applied" in told + also
+            outside += one[: len(before)] != before and not is_event
+            events |= {told, also} if is_event else set()
+            before = one
+            time.sleep(0.02)
+
+    assert outside == 0
+    # each of them was first with some event; the other one took over what it had made
+    assert {done.split()[0] for done in events} == {"applied", "reused"}
+    assert any("summary" in done for done in events)
 
 
 def test_nobody_waits_for_a_writer_that_hangs_and_shutdown_ends_it(

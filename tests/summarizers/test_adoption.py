@@ -125,6 +125,59 @@ async def test_a_prepared_summary_is_adopted_at_the_next_event_and_kept(proxy_fo
     assert model.headers[0] == KEY
 
 
+async def test_of_two_processes_one_with_a_summary_and_one_without_the_first_to_come_counts(proxy_for, scripted, words):
+    store = MemoryStore(ttl=9e9, max_bytes=1 << 26)
+    quick, slow = proxy_for(scripted((200, words["completion"](WORDS))), store=store), proxy_for(scripted(3_600), store=store)
+    messages, before, events = agent_session(60, words=180), [], []
+    for number, stop in enumerate(stops(messages)):
+        body = chat(messages[:stop])
+        both = [
+            one.decide(body, PATH, Wish(), credential=b"one", headers=KEY) for one in ((quick, slow), (slow, quick))[number % 2]
+        ]
+        decisions = await asyncio.gather(*both)
+        await settled(quick)
+        now, same = (sent(decision, messages[:stop]) for decision in decisions)
+        assert now == same
+        is_event = any(decision.is_event for decision in decisions)
+        assert is_event or now[: len(before)] == before
+        events += [decision for decision in decisions if decision.is_event]
+        before = now
+
+    assert len(events) >= 2
+
+
+class Dying(MemoryStore):
+    """A store as a process sees it that ends right after its first write."""
+
+    def __init__(self, store):
+        super().__init__(ttl=9e9, max_bytes=1 << 26)
+        self._store, self.writes = store, 0
+
+    async def get_longest(self, keys):
+        return await self._store.get_longest(keys)
+
+    async def put_if_absent(self, key, value):
+        self.writes += 1
+        return await self._store.put_if_absent(key, value) if self.writes == 1 else True
+
+
+async def test_what_a_process_claimed_before_it_ended_is_kept_by_whoever_comes_next(proxy_for, scripted, words):
+    store = MemoryStore(ttl=9e9, max_bytes=1 << 26)
+    dying = proxy_for(scripted((200, words["completion"](WORDS))), store=Dying(store), wait=5.0)
+    messages = agent_session(60, words=180)
+    length, made = next((len(now), now) for decision, now in await session(dying, messages) if decision.is_event)
+    stop = next(at for at in stops(messages) if messages[at - 1] == made[-1])
+
+    async def forwards(stop):
+        proxy = proxy_for(scripted(3_600), store=store)
+        return sent(await proxy.decide(chat(messages[:stop]), PATH, Wish(), credential=b"one"), messages[:stop])
+
+    assert ours(made)
+    assert await forwards(stop) == made
+    later = stops(messages)[stops(messages).index(stop) + 1]
+    assert (await forwards(later))[:length] == made
+
+
 async def test_no_request_waits_for_a_summary_and_the_deterministic_layers_serve_without_one(proxy_for, scripted, words):
     told = await session(proxy_for(scripted(3_600)), agent_session(30, words=180), settle=False)
 
