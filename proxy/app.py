@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from proxy import __version__, tokens
 from proxy.admin import Readiness, admin_app
+from proxy.arrivals import Headers, header
 from proxy.checkpoints import CheckpointStore, OpenedStore, open_store
 from proxy.compaction.strategies import Pipeline, build
 from proxy.compaction.validation import rules_for
@@ -33,9 +34,11 @@ from proxy.endpoints import Options, Proxy
 from proxy.errors import ConfigError
 from proxy.explain import Explanations, Shelf
 from proxy.explain_pages import explain_routes
-from proxy.metrics import Metrics
+from proxy.gate import ANYONE, Gate, Gated, is_loopback
+from proxy.metrics import ANY, Metrics
 from proxy.notify import Notifier
 from proxy.pricing import cost_of
+from proxy.records import RequestRecord
 from proxy.server import Draining
 from proxy.summarizers import Completer
 from proxy.summarizers.anchored import AnchoredSummarizer
@@ -59,6 +62,8 @@ CLOSE_SECONDS = 1.0
 """What the last spans get to be handed over."""
 WARM_ENCODING = "o200k_base"
 """Loaded before the first request comes: most models use it."""
+
+log = structlog.get_logger("proxy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +276,7 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
         for server in dict.fromkeys((api, root, summarizer)):
             await server.aclose()
 
-    outer = _WithLifespan(proxy, Starlette(lifespan=lifespan))
+    outer = _WithLifespan(_gated(proxy, config.server.host, config, metrics), Starlette(lifespan=lifespan))
 
     def ready() -> Readiness:
         degraded = sorted(name for name, wrong in tokens.degraded().items() if wrong)
@@ -289,7 +294,8 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
         return {"version": __version__, "windows": {"learned": windows.learned(time.monotonic())}, "calibration": calibration}
 
     pages = () if explanations is None else explain_routes(explanations, token=config.explain.token)
-    return Application(outer, admin_app(metrics, ready=ready, extras=extras, routes=pages), metrics, compactor)
+    admin = admin_app(metrics, ready=ready, extras=extras, routes=pages)
+    return Application(outer, _gated(admin, config.server.admin_host, config), metrics, compactor)
 
 
 def model_names(config: Config) -> list[str]:
@@ -315,10 +321,30 @@ def _store(config: Config, metrics: Metrics) -> OpenedStore:
     return store
 
 
+def _gated(app: ASGIApp, host: str, config: Config, metrics: Metrics | None = None) -> ASGIApp:
+    """The app of a listener, behind a gate where only this machine reaches it or names were given; else the very same app.
+
+    host: what the listener is bound to. metrics: where refusals are counted.
+    """
+    allowed = tuple(name.lower() for name in config.server.allowed_hosts)
+    if ANYONE in allowed or not (allowed or is_loopback(host)):
+        return app
+    told: set[str] = set()
+
+    def refused(reason: str, headers: Headers) -> None:
+        if metrics is not None:
+            metrics.record(RequestRecord(endpoint=ANY, code=403))
+        if reason not in told:  # a page may try without end
+            told.add(reason)
+            log.warning("a request was refused", why=reason, host=header(headers, b"host"), origin=header(headers, b"origin"))
+
+    return Gated(app, Gate(allowed), refused)
+
+
 class _WithLifespan:
     """The hot path for requests, Starlette for start and stop. draining: the server's own flag, once it has started us."""
 
-    def __init__(self, proxy: Proxy, lifespan: Starlette) -> None:
+    def __init__(self, proxy: ASGIApp, lifespan: Starlette) -> None:
         self._proxy, self._lifespan = proxy, lifespan
         self.draining = Draining()
 
@@ -376,8 +402,7 @@ def _is_local(url: str) -> bool:
 def _check_exposure(config: Config) -> None:
     """Raises ConfigError where our own key would serve whoever reaches the port."""
     host = config.server.host
-    loopback = host == "localhost" or host.startswith("127.") or host == "::1"
-    if config.upstream.api_key and not loopback and not config.client_keys:
+    if config.upstream.api_key and not is_loopback(host) and not config.client_keys:
         raise ConfigError(
             f"upstream.api_key with server.host {host!r} would serve whoever reaches the port: "
             "set client_keys (COMPACTION_CLIENT_KEYS) or listen on 127.0.0.1"

@@ -177,12 +177,17 @@ class Tracing(Settings, frozen=True):
 
 
 class Server(Settings, frozen=True):
-    """Ports and patience. drain_timeout, header_timeout, body_timeout: seconds. client_keys: who may use the proxy, if set."""
+    """Ports and patience. drain_timeout, header_timeout, body_timeout: seconds.
+
+    allowed_hosts: names besides this machine's own under which a listener on 127.0.0.1 may be reached, and whose web pages may
+    use it: `llm.example.com`, `*.example.com`, `*` for any. When set, they hold for every address that is listened on.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8080
     admin_host: str = "127.0.0.1"
     admin_port: int = 9464
+    allowed_hosts: tuple[str, ...] = ()
     workers: int = 1
     drain_timeout: float = 30.0
     header_timeout: float = 10.0
@@ -280,17 +285,24 @@ def _mask(value: Any, key: str = "") -> Any:
 
 
 def _normal(source: Mapping[str, Any]) -> dict[str, Any]:
-    """Short forms spelled out: an upstream or a store given as its URL; YAML's `off`, which it reads as a boolean."""
+    """Short forms spelled out: an upstream or a store given as its URL; lists with commas; YAML's `off`, a boolean to it."""
     plain = dict(source)
     for key in ("upstream", "store"):
         if isinstance(plain.get(key), str):
             plain[key] = {"url": plain[key]}
     if isinstance(plain.get("client_keys"), str):
-        plain["client_keys"] = [key.strip() for key in plain["client_keys"].split(",") if key.strip()]
+        plain["client_keys"] = _listed(plain["client_keys"])
+    server = plain.get("server")
+    if isinstance(server, dict) and isinstance(server.get("allowed_hosts"), str):
+        plain["server"] = {**server, "allowed_hosts": _listed(server["allowed_hosts"])}
     summarizer = plain.get("summarizer")
     if isinstance(summarizer, dict) and summarizer.get("mode") is False:
         plain["summarizer"] = {**summarizer, "mode": "off"}
     return plain
+
+
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def _without_none(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -436,6 +448,9 @@ def _check_values(config: Config) -> None:
     for key, port in (("server.port", config.server.port), ("server.admin_port", config.server.admin_port)):
         if not 0 <= port <= 65_535:
             raise wrong(key, port, "a port, 0 to 65535 (0: any free one)")
+    for name in config.server.allowed_hosts:
+        if not _is_host(name):
+            raise wrong("server.allowed_hosts", name, "host names without scheme, port and path, `*.NAME`, or `*`")
     if config.server.workers < 1:
         raise wrong("server.workers", config.server.workers, "1 or more")
     for key in ("timeout_s", "attempts", "backoff_s", "waiting"):
@@ -462,6 +477,12 @@ def _check_summarizer(summarizer: Summarizer, wrong: Callable[[str, object, str]
     for key in ("max_preserved_messages", "max_output_tokens"):
         if getattr(summarizer, key) < 1:
             raise wrong(f"summarizer.{key}", getattr(summarizer, key), "1 or more")
+
+
+def _is_host(text: str) -> bool:
+    """A name, all names below one, any, or an address; an IPv6 address has two colons or more, a port one."""
+    name = text.removeprefix("*.")
+    return text == "*" or text.count(":") > 1 or re.fullmatch(r"[\w-]+(\.[\w-]+)*", name) is not None
 
 
 def _is_url(text: str) -> bool:

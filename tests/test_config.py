@@ -82,6 +82,21 @@ def test_client_keys_are_a_list_separated_by_commas() -> None:
     assert load(environment={"COMPACTION_CLIENT_KEYS": "one, two"}).client_keys == ("one", "two")
 
 
+def test_allowed_hosts_are_a_list_separated_by_commas_too() -> None:
+    config = load(environment={"COMPACTION_SERVER__ALLOWED_HOSTS": "llm.example.com, *.example.org,fd00::1"})
+
+    assert config.server.allowed_hosts == ("llm.example.com", "*.example.org", "fd00::1")
+    assert load(environment={}).server.allowed_hosts == ()
+
+
+@pytest.mark.parametrize("name", ["https://llm.example.com", "llm.example.com:8443", "llm.example.com/v1", "a*.example.com", ""])
+def test_an_allowed_host_is_a_name_and_nothing_more(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"wrong value for `server\.allowed_hosts`.*takes host names without scheme, port and path"
+    ):
+        load({"server": {"allowed_hosts": [name]}}, {})
+
+
 def test_off_needs_no_quotes(tmp_path: Path) -> None:
     assert load(environment={}, file=file(tmp_path, "summarizer: {mode: off}")).summarizer.mode == "off"
 

@@ -57,7 +57,7 @@ class Request:
     def raw(self) -> bytes:
         """The bytes on the wire, for a connection of its own."""
         line = self.line or f"{self.method} {self.path} HTTP/1.1"
-        fields = {"host": "proxy.test", **self.headers, "connection": "close"}
+        fields = {"host": "127.0.0.1", **self.headers, "connection": "close"}
         if self.body or self.method == "POST":
             fields["content-length"] = str(len(self.body))
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
