@@ -201,13 +201,17 @@ def build_tracing(config: Config) -> Tracing | None:
     given = config.tracing
     if not given.enabled:
         return None
+    return _tracing_class()(config.upstream.url, endpoint=given.endpoint, sample=given.sample, service=given.service)
+
+
+def _tracing_class() -> type[Tracing]:
     try:
         from proxy.tracing import Tracing
     except ImportError as error:
         raise ConfigError(
             f"tracing.enabled needs packages that are not installed ({error.name}): pip install 'compaction-proxy[otel]'"
         ) from None
-    return Tracing(config.upstream.url, endpoint=given.endpoint, sample=given.sample, service=given.service)
+    return Tracing
 
 
 async def _closed(tracing: Tracing) -> None:
@@ -215,6 +219,13 @@ async def _closed(tracing: Tracing) -> None:
     closing = threading.Thread(target=tracing.close, daemon=True)  # a pool's threads would be waited for at the end
     closing.start()
     await asyncio.to_thread(closing.join, CLOSE_SECONDS)
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError where `build_app` would, and leaves nothing running: who starts workers asks before they do."""
+    if config.tracing.enabled:
+        _tracing_class()
+    build_app(msgspec.structs.replace(config, tracing=msgspec.structs.replace(config.tracing, enabled=False)))
 
 
 def build_worker(config: Config, folder: Path) -> tuple[ASGIApp, ASGIApp]:

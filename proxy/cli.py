@@ -185,6 +185,7 @@ def _serve_workers(settings: Config, where: dict[str, Any]) -> int:
     from proxy import workers, workers_figures
     from proxy.metrics import Metrics
 
+    app.check(settings)
     folder = workers_figures.fresh_folder()
     counted = Metrics(model_names=app.model_names(settings), folder=folder)
     build = functools.partial(app.build_worker, settings, folder)

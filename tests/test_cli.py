@@ -147,14 +147,30 @@ def test_a_wrong_layer_setting_ends_with_2(tmp_path: Path) -> None:
     assert b"keep_recent" in done.stderr
 
 
-def test_our_own_key_is_not_served_to_whoever_reaches_the_port() -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_our_own_key_is_not_served_to_whoever_reaches_the_port(workers: str) -> None:
     environment = {"COMPACTION_UPSTREAM__API_KEY": "sk-secret", "COMPACTION_SERVER__HOST": "0.0.0.0"}
 
-    done = run("serve", environment=environment)
+    done = run("serve", "--workers", workers, environment=environment)
 
     assert done.returncode == 2
-    assert b"set client_keys" in done.stderr
-    assert b"sk-secret" not in done.stderr
+    assert done.stdout == b""
+    (line,) = done.stderr.decode().splitlines()
+    assert line == (
+        "compaction-proxy: upstream.api_key with server.host '0.0.0.0' would serve whoever reaches the port: "
+        "set client_keys (COMPACTION_CLIENT_KEYS) or listen on 127.0.0.1"
+    )
+
+
+def test_several_workers_do_not_start_with_a_setting_that_one_would_not_start_with(tmp_path: Path) -> None:
+    path = tmp_path / "proxy.yaml"
+    path.write_text("compaction: {layers: {microcompact: {keep_recnt: 3}}}\n")
+
+    done = run("serve", "--workers", "2", "--config", str(path))
+
+    assert done.returncode == 2
+    (line,) = done.stderr.decode().splitlines()
+    assert "there is no 'keep_recnt'; the nearest is 'keep_recent'" in line
 
 
 def tokens(body: bytes) -> int:

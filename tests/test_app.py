@@ -1,0 +1,46 @@
+"""What a configuration becomes: who may be served with a key of the proxy's own."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from proxy.app import check
+from proxy.config import load
+from proxy.errors import ConfigError
+
+KEY = {"upstream": {"url": "http://127.0.0.1:9/v1", "api_key": "sk-house"}}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost", "llm.localhost"])
+def test_a_key_of_our_own_is_served_to_this_machine(host: str) -> None:
+    check(load({**KEY, "server": {"host": host}}, {}))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "", "127.0.0.1.example.com", "my-laptop"])
+def test_a_key_of_our_own_is_not_served_to_others(host: str) -> None:
+    with pytest.raises(ConfigError, match="would serve whoever reaches the port: set client_keys"):
+        check(load({**KEY, "server": {"host": host}}, {}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**KEY, "server": {"host": "0.0.0.0"}, "client_keys": ["one"]},
+        {"server": {"host": "0.0.0.0"}},
+        {**KEY, "server": {"admin_host": "0.0.0.0"}},
+    ],
+    ids=["to clients with a key of theirs", "no key of our own", "the admin port serves no key"],
+)
+def test_what_exposes_no_key_may_listen_anywhere(settings: dict[str, Any]) -> None:
+    check(load(settings, {}))
+
+
+def test_what_is_checked_leaves_nothing_running() -> None:
+    before = threading.active_count()
+
+    check(load({"tracing": {"enabled": True, "endpoint": "http://127.0.0.1:9/v1/traces"}}, {}))
+
+    assert threading.active_count() == before
