@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -52,10 +54,12 @@ PARTS: dict[str, Callable[[Any, Any], None]] = {
 @asynccontextmanager
 async def failing(upstream: Toxic, kind: type[BaseException], part: str) -> AsyncIterator[httpx.AsyncClient]:
     """The product, one of whose parts raises."""
-    settings = {"upstream": {"url": upstream.url}, "compaction": {"discovery": False, "min_gain": 1}, "default_window": 3_000}
+    settings = {"upstream": {"url": upstream.url}, "compaction": {"discovery": False}, "models": {"gpt-4o": {"window": 3_000}}}
     built = build_app(load(settings, environment={}))
+    reached = []
 
     def fails(*_: Any, **__: Any) -> Any:
+        reached.append(part)
         raise raised(kind)
 
     PARTS[part](built.compactor, fails)
@@ -63,6 +67,7 @@ async def failing(upstream: Toxic, kind: type[BaseException], part: str) -> Asyn
         host, port = addresses.proxy[:2]
         async with httpx.AsyncClient(base_url=f"http://{host}:{port}", trust_env=False, timeout=60) as client:
             yield client
+    assert reached  # else it would show nothing
 
 
 @pytest.mark.parametrize("part", ["reading", "measuring", "judging", "fitting", "counting", "off the loop", "an answer"])
@@ -102,3 +107,25 @@ async def test_the_sidecar_says_that_it_failed_or_gives_the_messages_back(part: 
     assert answer.json()["messages"] == json.loads(BODY)["messages"]
     assert answer.json()["compaction"]["outcome"] == "failed"
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+async def test_H212_threads_that_are_stuck_cost_no_request_and_savings_come_back_with_them() -> None:
+    settings = {"compaction": {"discovery": False, "timeout_ms": 100}, "models": {"gpt-4o": {"window": 3_000}}}
+    async with Toxic("ok") as upstream:
+        built = build_app(load({"upstream": {"url": upstream.url}, **settings}, environment={}))
+        threads, freed = built.compactor._threads, threading.Event()
+        async with running(built.proxy, built.admin) as addresses:
+            url = "http://{}:{}".format(*addresses.proxy[:2])
+            async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
+                stuck = [asyncio.ensure_future(threads.run(freed.wait)) for _ in range(threads._pool._max_workers)]
+                during = [await client.post("/v1/chat/completions", content=BODY) for _ in range(2)]
+                freed.set()
+                await asyncio.gather(*stuck)
+                after = await client.post("/v1/chat/completions", content=BODY, headers={"authorization": "Bearer sk-test-0000"})
+
+    assert [(answer.status_code, answer.headers["x-compaction-reason"]) for answer in during] == [
+        (200, "deadline"),
+        (200, "deadline"),
+    ]
+    assert (after.status_code, after.headers["x-compaction"]) == (200, "applied")
+    assert [len(one.body) == len(BODY) for one in upstream.requests] == [True, True, False]
