@@ -9,7 +9,7 @@ import msgspec
 from proxy import overflow
 from proxy.arrivals import Headers, Send, header
 from proxy.decisions import Decision
-from proxy.errors import Unreadable, UpstreamError
+from proxy.errors import ClientError, Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, saved
 from proxy.upstream import Answer
 from proxy.wire import slices
@@ -214,6 +214,15 @@ async def refuse(exchange: Exchange, send: Send, status: int, message: str, code
     if status in (400, 408, 413):
         headers.append((b"connection", b"close"))
     await reply(send, status, b"application/json", body, headers)
+
+
+async def refuse_for(exchange: Exchange, send: Send, error: ClientError | UpstreamError) -> None:
+    """The answer to a request that ended with this error."""
+    if isinstance(error, UpstreamError):
+        exchange.upstream_error = error.reason
+        await refuse(exchange, send, error.status, error.message, error.code, None, "upstream_error")
+    else:
+        await refuse(exchange, send, error.status, error.message, error.code, error.param, "invalid_request_error")
 
 
 def error_event(error: UpstreamError, last: bytes) -> bytes:

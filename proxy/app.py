@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -359,12 +359,11 @@ class _WithLifespan:
         self._proxy, self._lifespan = proxy, lifespan
         self.draining = Draining()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "lifespan":
             self.draining = scope.get("state", {}).get("draining", self.draining)
-            await self._lifespan(scope, receive, send)
-        else:
-            await self._proxy(scope, receive, send)
+            return self._lifespan(scope, receive, send)
+        return self._proxy(scope, receive, send)
 
 
 def configure_logging(log: Log) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, Protocol
 
 from proxy.errors import ClientError, ClientGone
@@ -18,14 +20,16 @@ CLIENT = "compaction-proxy.client"
 """The extension of the ASGI scope under which our own server tells more of the client than ASGI has words for."""
 
 
-class Client(Protocol):
-    """body_timeout: seconds that `receive` waits for the next piece of a body; it raises TimeoutError then."""
-
-    body_timeout: float | None
-
+class Leaves(Protocol):
     def when_left(self, tell: Callable[[], None] | None) -> None:
         """Has `tell` called as soon as the client leaves before it has its answer; None: no longer."""
         ...
+
+
+class Client(Leaves, Protocol):
+    """body_timeout: seconds that `receive` waits for the next piece of a body; it raises TimeoutError then."""
+
+    body_timeout: float | None
 
 
 def client_of(scope: Scope) -> Client | None:
@@ -72,28 +76,9 @@ class Upload:
         """All of it: at hand, or as it comes."""
         return self.first if self.whole else self._pieces()
 
-    async def while_client_stays(self, work: Awaitable[None]) -> None:
-        """Does the work; stops it at once when the client leaves. Raises ClientGone then."""
-        task = asyncio.current_task()
-        assert task is not None
-        gone = False
-
-        def leave() -> None:
-            nonlocal gone
-            gone = True
-            task.cancel()
-
-        tells = self._client or _Watcher(self)
-        tells.when_left(leave)
-        try:
-            await work
-        except asyncio.CancelledError:
-            if not gone:
-                raise
-            task.uncancel()
-            raise ClientGone from None
-        finally:
-            tells.when_left(None)
+    def while_client_stays(self) -> AbstractContextManager[None]:
+        """Stops what is in it at once when the client leaves. Raises ClientGone then."""
+        return _Stay(self._client or _Watcher(self))
 
     async def left(self) -> None:
         """Returns when the client has left. To be asked after the whole body is read."""
@@ -118,6 +103,31 @@ class Upload:
         self.whole = not message.get("more_body", False)
         piece: bytes = message.get("body", b"")
         return piece
+
+
+class _Stay:
+    """A block that ends when the client leaves."""
+
+    __slots__ = ("_client", "_gone", "_task")
+
+    def __init__(self, client: Leaves) -> None:
+        self._client = client
+        self._gone = False
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._client.when_left(self._leave)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._client.when_left(None)
+        if self._gone and self._task is not None and isinstance(error, asyncio.CancelledError):
+            self._task.uncancel()
+            raise ClientGone from None
+
+    def _leave(self) -> None:
+        self._gone = True
+        if self._task is not None:
+            self._task.cancel()
 
 
 class _Watcher:

@@ -44,8 +44,8 @@ RENDERING = 2
 """Bound on how much longer tools are as the upstream renders them than as their JSON."""
 WORST_SLOPE = 2
 """Bound on how many tokens an upstream counts where we count one."""
-MOST_BUDGETS = 1024
-"""Combinations of windows and wishes whose budget is kept; clients choose the wishes."""
+MOST_LIMITS = 1024
+"""Combinations of windows and wishes whose limits are kept; clients choose the wishes."""
 RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
@@ -84,7 +84,7 @@ class Compactor:
         self._max_body_bytes = max_body_bytes
         self._cache = chat_completions.MessageCache()
         self._prefixes = Prefixes()
-        self._budgets: dict[tuple[int, int | None, int | None, float], tuple[Window, Budget]] = {}
+        self._limits: dict[tuple[int, int | None, int | None, float], tuple[Window, Budget]] = {}
         self._threads = Threads(threads)
         digests, layers = Digests(), tuple(layers)
         self._seen = FirstSeen(digests) if ask_for_ages(layers) else None
@@ -118,7 +118,10 @@ class Compactor:
             return Decision("none", "disabled")
         started = time.perf_counter()
         try:
-            request, size = await self._read(body, content_encoding)
+            if len(body) > INLINE_BODY or content_encoding:
+                request, size = await self._threads.run(lambda: self._understand(body, content_encoding))
+            else:
+                request, size = self._understand(body, "")
         except Unreadable:
             return Decision("none", "unreadable")
         model = requested_model(path, request.model)
@@ -132,7 +135,7 @@ class Compactor:
         if window is None:
             return Decision("none", "unknown_window", request=request, model=model, seconds=seconds, caller=caller)
         ruler = self.learned.ruler(request, model, window)
-        if mode != "force" and self._plainly_fits(request, size, window, ruler, wish.window, mode):
+        if mode != "force" and self._plainly_fits(request, size, window, wish.window, mode):
             aim = self._budget(window, request, ruler, wish.window)
             known = ruler.known(request.conversation.messages)  # else it is counted while the upstream thinks
             return Decision("none", "fits", None, request, model, window, aim, known, known, seconds=seconds, caller=caller)
@@ -203,49 +206,38 @@ class Compactor:
         self._threads.close()
         await self._events.aclose()
 
-    async def _read(self, body: bytes, content_encoding: str) -> tuple[Request, int]:
-        """What the body says, and how many bytes that are without its codings. Raises Unreadable."""
-        if len(body) > INLINE_BODY or content_encoding:
-            return await self._threads.run(lambda: self._understand(body, content_encoding))
-        return self._understand(body, "")
-
     def _understand(self, body: bytes, content_encoding: str) -> tuple[Request, int]:
+        """What the body says, and how many bytes that are without its codings. Raises Unreadable."""
         plain = encodings.decoded(body, content_encoding, self._max_body_bytes) if content_encoding else body
         return chat_completions.read(plain, self._cache.get, self._prefixes), len(plain)
 
-    def _plainly_fits(
-        self, request: Request, size: int, window: Window, ruler: ChatRuler, narrowed_to: int | None, mode: Mode
-    ) -> bool:
+    def _plainly_fits(self, request: Request, size: int, window: Window, narrowed_to: int | None, mode: Mode) -> bool:
         """Whether the bytes alone prove it: text has no more tokens than bytes. Media are not text: they must be counted."""
-        messages = request.conversation.messages
-        most = size + RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(messages)
-        return most * WORST_SLOPE <= self._surely(window, request, ruler, narrowed_to, mode) and not has_media(request)
+        least = self._limit(window, request, narrowed_to, WIDEST_MARGIN)  # whatever answers have taught
+        most = size + RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(request.conversation.messages)
+        return most * WORST_SLOPE <= min(least.trigger, self._events.earliest(least, mode)) and not has_media(request)
 
-    def _surely(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None, mode: Mode) -> int:
-        """Tokens below which nothing is due, whatever answers have taught of this window."""
-        least = self._budget(window, request, ruler, narrowed_to, WIDEST_MARGIN)
-        return min(least.trigger, self._events.earliest(least, mode))
+    def _budget(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None) -> Budget:
+        return self._limit(window, request, narrowed_to, ruler.calibration.margin).by(ruler)
 
-    def _budget(
-        self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None, margin: float | None = None
-    ) -> Budget:
-        margin = ruler.calibration.margin if margin is None else margin
+    def _limit(self, window: Window, request: Request, narrowed_to: int | None, margin: float) -> Budget:
+        """A budget's figures; whose ruler it has is of no account."""
         key = id(window), request.max_output, narrowed_to, margin
-        known = self._budgets.get(key)
+        known = self._limits.get(key)
         if known is None or known[0] is not window:
             made = budget(
                 window,
                 requested_output=request.max_output,
-                ruler=ruler,
+                ruler=self.learned.steady_ruler(request, "", window),
                 trigger=self._marks.trigger,
                 target=self._marks.target,
                 narrowed_to=narrowed_to,
                 margin=margin,
             )
-            if len(self._budgets) >= MOST_BUDGETS:
-                self._budgets.clear()
-            known = self._budgets[key] = window, made
-        return known[1].by(ruler)
+            if len(self._limits) >= MOST_LIMITS:
+                self._limits.clear()
+            known = self._limits[key] = window, made
+        return known[1]
 
     async def _judge(self, measured: Measured, mode: Mode) -> Decision:
         aim, steady = measured.budget, measured.steady

@@ -21,6 +21,7 @@ from proxy.answers import (
     fed,
     may_be_too_long,
     refuse,
+    refuse_for,
     reply,
     told,
     with_usage_raised,
@@ -118,24 +119,18 @@ class Proxy:
                     exchange.trace = self._tracing.begin(scope["headers"], scope["path"])
             try:
                 with OURS:
-                    await self._handled(exchange, scope, receive, send, handle)
+                    try:
+                        self._admit(scope["headers"])
+                        await handle(exchange, scope, receive, send)
+                    except ClientGone:
+                        exchange.gone = True
+                    except (ClientError, UpstreamError) as error:
+                        await refuse_for(exchange, send, error)
                 if not exchange.answering and not exchange.gone:
                     await refuse(exchange, send, 500, "the proxy failed", "internal_error", None, "proxy_error")
             finally:
                 with OURS:
                     self._record(exchange)
-
-    async def _handled(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send, handle: Handler) -> None:
-        try:
-            self._admit(scope["headers"])
-            await handle(exchange, scope, receive, send)
-        except ClientError as error:
-            await refuse(exchange, send, error.status, error.message, error.code, error.param, "invalid_request_error")
-        except UpstreamError as error:
-            exchange.upstream_error = error.reason
-            await refuse(exchange, send, error.status, error.message, error.code, None, "upstream_error")
-        except ClientGone:
-            exchange.gone = True
 
     def _admit(self, headers: Headers) -> None:
         """Raises ClientError (401) unless the client has one of the keys, when there are any."""
@@ -156,7 +151,8 @@ class Proxy:
             await upload.read(0)
         else:
             upload.whole = True
-        await upload.while_client_stays(self._relay(exchange, scope, upload.body, send))
+        with upload.while_client_stays():
+            await self._relay(exchange, scope, upload.body, send)
 
     async def _chat(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
@@ -164,11 +160,12 @@ class Proxy:
         self._discover(headers)
         upload = Upload(scope, receive, self._body_timeout)
         await upload.read(self._max_body_bytes)
-        if upload.whole:
-            await upload.while_client_stays(self._line(exchange, scope, upload.first, wish, send))
-        else:
-            exchange.decision = Decision("none", "too_large")
-            await upload.while_client_stays(self._relay(exchange, scope, upload.body, send))
+        with upload.while_client_stays():
+            if upload.whole:
+                await self._line(exchange, scope, upload.first, wish, send)
+            else:
+                exchange.decision = Decision("none", "too_large")
+                await self._relay(exchange, scope, upload.body, send)
 
     async def _compact(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """The sidecar: what would be forwarded, as an answer, and nothing sent anywhere."""
@@ -236,11 +233,12 @@ class Proxy:
 
     async def _decide(self, scope: Scope, pieces: Sequence[bytes], wish: Wish) -> Decision:
         encoding = header(scope["headers"], b"content-encoding")
-        credential = _credential(scope["headers"])
         # the sidecar asks nobody, so a summary is not asked for either
         headers = credentials(scope["headers"]) if scope["path"] != COMPACT_PATH else ()
-        deciding = self._compactor.decide(b"".join(pieces), scope["path"], wish, encoding, credential, headers)
-        return await self._safely(deciding, Decision("failed", "internal_error"))
+        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        with OURS:
+            return await self._compactor.decide(body, scope["path"], wish, encoding, _credential(scope["headers"]), headers)
+        return Decision("failed", "internal_error")
 
     def _count_meanwhile(self, decision: Decision) -> asyncio.Task[Decision] | None:
         """Counts, while the upstream thinks, what was forwarded without a count."""

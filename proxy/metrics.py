@@ -48,6 +48,8 @@ MODELS_SEEN = 50
 MODELS_TIMED = 10
 """A histogram is fourteen lines of a scrape: of the names not configured, only this many have histograms of their own."""
 MODEL_LENGTH = 80
+TOGETHER = 64
+"""Requests that are entered at once."""
 RECENT = 50
 """Events that `/stats` remembers."""
 
@@ -156,6 +158,7 @@ class Metrics:
         self._make_upstream_metrics()
         self._make_summary_and_store_metrics()
         self._make_process_metrics(version)
+        self._waiting: deque[RequestRecord] = deque()
         self._rows: dict[tuple[str, str, str, bool], _Row] = {}  # by label, which are few
         self._served = {name: _InFlight(self._tally.lock, self._inflight, name) for name in ENDPOINTS}
         self._phases = {phase: self._overhead.child(phase) for phase in PHASES}
@@ -284,13 +287,26 @@ class Metrics:
             self._usage.begin((model, "input"), (model, "output"))
 
     def record(self, record: RequestRecord) -> None:
-        """Takes one request into every metric that it touches; the one place where requests are counted."""
-        row = self._row(record)
+        """Takes one request into every metric that it touches; the one place where requests are counted.
+
+        They are entered together, before anybody reads: a dozen metrics for each of many requests cost half of what they cost
+        between other work.
+        """
+        self._waiting.append(record)
+        if len(self._waiting) >= TOGETHER or record.outcome in OUTCOMES or record.trace_id is not None:  # those bear a time
+            self._enter_all()
+
+    def _enter_all(self) -> None:
         with self._tally.lock:
-            self._record_request(record, row)
-            account = self._record_tokens(record, row)
-            self._record_compaction(record, row)
-            self._record_upstream(record, row)
+            while self._waiting:
+                self._enter(self._waiting.popleft())
+
+    def _enter(self, record: RequestRecord) -> None:
+        row = self._row(record)
+        self._record_request(record, row)
+        account = self._record_tokens(record, row)
+        self._record_compaction(record, row)
+        self._record_upstream(record, row)
         if record.outcome in OUTCOMES:
             self._remember(record, row.model[0], account)
 
@@ -473,6 +489,7 @@ class Metrics:
     def share(self) -> None:
         """Puts this worker's figures where whichever worker is scraped finds them. Due twice a second, and at the end."""
         if self._folder is not None:
+            self._enter_all()
             write(self._folder, self._worker, page_of(self._tally.snapshot(), tuple(self.recent)))
 
     def bury(self, process: int) -> None:
@@ -483,6 +500,7 @@ class Metrics:
 
     def _whole(self) -> Snapshot:
         if self._folder is None:
+            self._enter_all()
             return self._tally.snapshot()
         return self._tally.merged(snapshot_of(page) for page in read(self._folder))
 

@@ -100,7 +100,7 @@ class Upstream:
         context = _tls_context(ca_file) if tls else None
         self._sender: _Sender = Sockets(tls=context) if transport == "sockets" else _Stock(context)
 
-    async def forward(self, method: bytes, target: bytes, headers: Headers, body: Body = ()) -> Answer:
+    def forward(self, method: bytes, target: bytes, headers: Headers, body: Body = ()) -> Awaitable[Answer]:
         """Send a client's request on. target: path and query as the client sent them.
 
         A sequence is sent with its length; what is iterated with the client's own content-length, or chunked. Raises
@@ -111,7 +111,7 @@ class Upstream:
             joined = join_target(self._path, self._query, target)
             if len(self._targets) < 256 and len(target) <= 256:  # targets come from outside, as names do
                 self._targets[target] = joined
-        return await self._send(method, joined, headers, body)
+        return self._send(method, joined, headers, body)
 
     async def fetch(self, path: str, headers: Headers, *, timeout: float, max_bytes: int) -> tuple[int, bytes]:  # noqa: ASYNC109
         """A small GET of our own: status and body. Raises UpstreamError, also when it takes longer or is larger."""

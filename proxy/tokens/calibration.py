@@ -92,7 +92,7 @@ class Calibration:
         if estimated <= 0:
             return self
         offset = reported - self.slope * estimated
-        return replace(self, offset=offset, least=0.0 if offset >= 0 else reported / estimated)
+        return Calibration(self.slope, offset, self.margin, self.samples, 0.0 if offset >= 0 else reported / estimated)
 
 
 EXACT = Calibration()
