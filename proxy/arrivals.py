@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -18,6 +19,10 @@ Body = Sequence[bytes] | AsyncIterator[bytes]
 
 CLIENT = "compaction-proxy.client"
 """The extension of the ASGI scope under which our own server tells more of the client than ASGI has words for."""
+
+
+DRIPS = 10
+"""Times the patience for one piece that a body read whole may take: a byte now and then would keep a connection for ever."""
 
 
 class Leaves(Protocol):
@@ -50,11 +55,11 @@ def header(headers: Headers, name: bytes) -> str:
 class Upload:
     """The body of a request, and the client behind it."""
 
-    __slots__ = ("_client", "_receive", "first", "whole")
+    __slots__ = ("_client", "_receive", "_timeout", "first", "whole")
 
     def __init__(self, scope: Scope, receive: Receive, body_timeout: float | None = None) -> None:
         """body_timeout: seconds that each piece may take, where our own server is in front."""
-        self._receive = receive
+        self._receive, self._timeout = receive, body_timeout
         self._client = client_of(scope)
         if self._client is not None:
             self._client.body_timeout = body_timeout
@@ -64,11 +69,13 @@ class Upload:
     async def read(self, most: int) -> None:
         """Fills `first`, and tells in `whole` whether that is all; stops beyond `most` bytes. Raises ClientGone, ClientError."""
         pieces: list[bytes] = []
-        size = 0
+        size, started = 0, time.monotonic()
         while not self.whole and size <= most:
             if piece := await self._next():
                 pieces.append(piece)
                 size += len(piece)
+            if not self.whole and self._timeout is not None and time.monotonic() - started > DRIPS * self._timeout:
+                raise _late()
         self.first = pieces
 
     @property
@@ -97,12 +104,16 @@ class Upload:
         try:
             message = await self._receive()
         except TimeoutError:
-            raise ClientError("the request's body did not arrive in time", status=408, code="request_timeout") from None
+            raise _late() from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         self.whole = not message.get("more_body", False)
         piece: bytes = message.get("body", b"")
         return piece
+
+
+def _late() -> ClientError:
+    return ClientError("the request's body did not arrive in time", status=408, code="request_timeout")
 
 
 class _Stay:

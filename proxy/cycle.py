@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ class Cycle:
         self.disconnected = self.response_started = self.response_complete = False
         self.more_body = True
         self.body_timeout: float | None = None
-        self._pieces: list[bytes] = []
+        self._pieces: deque[bytes] = deque()
         self._held = 0
         self._end_told = self._until_close = False
         self._waiter: asyncio.Future[None] | None = None
@@ -114,15 +115,14 @@ class Cycle:
             self.waiting_for_100_continue = False
         while not self.disconnected and not self.response_complete:
             if self._pieces or not (self.more_body or self._end_told):
-                self._end_told = not self.more_body
-                return {"type": "http.request", "body": self._taken(), "more_body": self.more_body}
+                body = self._pieces.popleft() if self._pieces else b""
+                self._held -= len(body)
+                more = self.more_body or bool(self._pieces)
+                self._end_told = not more
+                return {"type": "http.request", "body": body, "more_body": more}
             self._flow.resume_reading()
             await self._news()
         return {"type": "http.disconnect"}
-
-    def _taken(self) -> bytes:
-        pieces, self._pieces, self._held = self._pieces, [], 0
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def _news(self) -> None:
         waiter = self._waiter = self._loop.create_future()

@@ -1,0 +1,69 @@
+"""What a client sends slowly, and what it sends to an upstream that does not read: neither holds a connection for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import httpx
+import pytest
+from live.conftest import Product, Start, leave
+from live.toxic import Toxic
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_body_that_only_drips_is_given_up(toxic: Toxic, start: Start) -> None:
+    async with start(toxic.url, server={"body_timeout": 0.1}) as product:
+        reader, writer = await product.raw(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n{")
+        answer = asyncio.ensure_future(reader.read())
+        while not answer.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.03)
+        writer.close()
+
+    assert answer.result().startswith(b"HTTP/1.1 408 ")
+    assert toxic.requests == []
+
+
+@pytest.mark.parametrize("how", ["FIN", "RST"])
+async def test_a_client_that_leaves_an_upload_which_the_upstream_does_not_read_ends_it(start: Start, how: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        deaf.settimeout(5)
+        async with start(f"http://127.0.0.1:{deaf.getsockname()[1]}") as product:
+            _, writer = await product.raw(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+            pouring = asyncio.ensure_future(_pour(writer))
+            upstream, _ = await asyncio.get_running_loop().run_in_executor(None, deaf.accept)
+            with upstream:
+                await _stalled(writer)
+                pouring.cancel()
+
+                assert await _served(product) == 1
+                leave(writer, how)
+                while await _served(product):
+                    await asyncio.sleep(0.01)
+
+
+async def _served(product: Product) -> int:
+    """Requests that count as being served."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        page = (await client.get(f"http://{product.admin[0]}:{product.admin[1]}/metrics")).text
+    return int(float(page.split('compaction_inflight_requests{endpoint="/{path}"} ')[1].split("\n")[0]))
+
+
+async def _pour(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            writer.write(b"x" * 65_536)
+            await writer.drain()
+
+
+async def _stalled(writer: asyncio.StreamWriter) -> None:
+    """Waits until nothing more leaves: every buffer on the way is full."""
+    seen, same = -1, 0
+    while same < 10:
+        size = writer.transport.get_write_buffer_size()
+        same = same + 1 if size == seen and size > 0 else 0
+        seen = size
+        await asyncio.sleep(0.02)
