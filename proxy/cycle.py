@@ -8,6 +8,7 @@ first piece of its body where both are at hand.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
 from collections import deque
@@ -23,6 +24,9 @@ JOIN_BELOW = 64 * 1024
 """A piece up to this size is copied to be written in one go with what frames it."""
 READ_AHEAD = 256 * 1024
 """Bytes of a request held for the app before we stop reading: one full read of uvloop, so an app that keeps up never pauses."""
+LOOK_EVERY = 0.25
+"""Seconds between two looks whether a client is still there whose sending we do not read: the loop does not tell then."""
+
 App = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 
@@ -70,8 +74,9 @@ class Cycle:
             return
         self._pieces.append(piece)
         self._held += len(piece)
-        if self._held > READ_AHEAD:
+        if self._held > READ_AHEAD and not self._flow.read_paused:
             self._flow.pause_reading()
+            self._loop.call_later(LOOK_EVERY, self._look)
         self.set()
 
     def end_body(self) -> None:
@@ -88,6 +93,17 @@ class Cycle:
         self.set()
         if self._on_left is not None:
             self._on_left()
+
+    def _look(self) -> None:
+        """Whether the client has left, behind all that it has sent and we have not read."""
+        if self.response_complete or self.disconnected or not self._flow.read_paused or self._transport.is_closing():
+            return
+        there = select.poll()
+        there.register(self._transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        if there.poll(0):
+            self._transport.abort()
+        else:
+            self._loop.call_later(LOOK_EVERY, self._look)
 
     @property
     def message_event(self) -> Cycle:

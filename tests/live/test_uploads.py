@@ -27,8 +27,8 @@ async def test_a_body_that_only_drips_is_given_up(toxic: Toxic, start: Start) ->
     assert toxic.requests == []
 
 
-@pytest.mark.parametrize("how", ["FIN", "RST"])
-async def test_a_client_that_leaves_an_upload_which_the_upstream_does_not_read_ends_it(start: Start, how: str) -> None:
+async def test_a_client_that_breaks_off_an_upload_which_the_upstream_does_not_read_ends_it(start: Start) -> None:
+    # a FIN stands behind what was sent and cannot arrive before that is read
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         deaf.settimeout(5)
         async with start(f"http://127.0.0.1:{deaf.getsockname()[1]}") as product:
@@ -40,7 +40,7 @@ async def test_a_client_that_leaves_an_upload_which_the_upstream_does_not_read_e
                 pouring.cancel()
 
                 assert await _served(product) == 1
-                leave(writer, how)
+                leave(writer, "RST")
                 while await _served(product):
                     await asyncio.sleep(0.01)
 
