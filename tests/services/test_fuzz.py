@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import random
+import shutil
 import signal
+import socket
+import subprocess
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import pytest
@@ -94,13 +99,20 @@ class Talk:
         return other
 
 
+class Address(Protocol):
+    """Somebody who takes requests: a proxy, or what stands before several."""
+
+    @property
+    def url(self) -> str: ...
+
+
 class Wire(threading.local):
     """Connections of one thread, kept open."""
 
     def __init__(self) -> None:
         self.open: dict[str, http.client.HTTPConnection] = {}
 
-    def post(self, proxy: RunningProxy, body: bytes, key: str, mark: str) -> tuple[int, str]:
+    def post(self, proxy: Address, body: bytes, key: str, mark: str) -> tuple[int, str]:
         """Status, and what the proxy says it did. A connection that a worker has closed meanwhile is made anew once."""
         netloc = urlsplit(proxy.url).netloc
         for last in (False, True):
@@ -128,7 +140,7 @@ class Field:
     """What clients see of the proxies, and what the upstream sees of the clients."""
 
     upstream: ScriptedUpstream
-    proxies: list[RunningProxy]
+    proxies: Sequence[Address]
     wire: Wire = field(default_factory=Wire)
     seen: dict[str, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -147,6 +159,7 @@ class Field:
             self.count += 1
             mark = f"{self.count}"
         status, outcome = self.wire.post(rng.choice(self.proxies), talk.body(), key, mark)
+        assert mark in self.seen, f"{status}: it did not arrive"
         forwarded = self.seen.pop(mark)
         if status != 200:
             self.faults.append(f"{mark}: status {status}")
@@ -236,12 +249,13 @@ def test_nothing_breaks_a_prefix_but_events_and_edits_whichever_worker_is_met_an
     shared = (*flags, "--workers", "2", "--store", redis.url)
     talks = fresh_talks()
     with contextlib.ExitStack() as stays:
-        field_ = Field(upstream, [stays.enter_context(running_proxy(*shared))])
+        first = stays.enter_context(running_proxy(*shared))
+        field_ = Field(upstream, [first])
         upstream.script = field_.script
         while field_.count < REQUESTS:
             # the second proxy is another one each time: it has seen nothing of what it is asked to go on with
             with running_proxy(*shared) as second, ThreadPoolExecutor(3) as pool:
-                field_.proxies = [field_.proxies[0], second]
+                field_.proxies = [first, second]
                 differing = [talk for talk in talks if talk.sent and not field_.unchanged(talk)]
                 assert differing == []
                 lives = [pool.submit(one_life, field_, talk, 25) for talk in talks]
@@ -257,6 +271,85 @@ def test_nothing_breaks_a_prefix_but_events_and_edits_whichever_worker_is_met_an
     assert field_.faults == []
     assert field_.count >= REQUESTS
     assert field_.events >= 100
+
+
+NGINX = """daemon off; worker_processes 1; pid {folder}/nginx.pid; error_log stderr crit;
+events {{ worker_connections 256; }}
+http {{
+  access_log off; client_max_body_size 0;
+  client_body_temp_path {folder}/a; proxy_temp_path {folder}/b; fastcgi_temp_path {folder}/c; uwsgi_temp_path {folder}/d;
+  scgi_temp_path {folder}/e;
+  upstream proxies {{ {servers} keepalive 16; keepalive_timeout 60s; }}
+  server {{
+    listen 127.0.0.1:{port};
+    location / {{
+      proxy_pass http://proxies; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_set_header Host $http_host;
+      proxy_buffering off; proxy_request_buffering off; proxy_next_upstream off;
+    }}
+  }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Nginx:
+    """One after the other of the proxies behind it, each in its turn."""
+
+    url: str
+
+
+@contextlib.contextmanager
+def nginx_before(proxies: Sequence[RunningProxy], folder: Path) -> Iterator[Nginx]:
+    program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    if program is None:
+        pytest.skip("nginx is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    servers = " ".join(f"server {urlsplit(proxy.url).netloc};" for proxy in proxies)
+    config = folder / "nginx.conf"
+    config.write_text(NGINX.format(folder=folder, servers=servers, port=port))
+    process = subprocess.Popen([program, "-c", str(config), "-e", "stderr"], stderr=subprocess.DEVNULL)
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+                break
+            time.sleep(0.02)
+        assert process.poll() is None, "nginx did not start"
+        yield Nginx(f"http://127.0.0.1:{port}")
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_behind_nginx_the_prefix_stands_whichever_of_several_proxies_serves(
+    redis: Redis, upstream: ScriptedUpstream, tmp_path: Path
+) -> None:
+    config = tmp_path / "proxy.yaml"
+    config.write_text(CONFIG)
+    flags = ("--upstream", upstream.url + "/v1", "--config", str(config), "--workers", "2", "--store", redis.url)
+    with running_proxy(*flags) as one, running_proxy(*flags) as other, nginx_before((one, other), tmp_path) as front:
+        field_ = Field(upstream, [front])
+        upstream.script = field_.script
+        talks = [talk for talk in fresh_talks() if talk.steady][:8]
+        with ThreadPoolExecutor(4) as pool:
+            for life in [pool.submit(one_life, field_, talk, 45) for talk in talks]:
+                life.result()
+        while sum(served := [_requests_of(proxy) for proxy in (one, other)]) < field_.count:
+            time.sleep(0.1)  # a worker tells of its requests now and then
+
+    assert field_.faults == []
+    assert field_.events >= 12
+    # nginx gave each of them its turn
+    assert abs(served[0] - served[1]) <= 1
+
+
+def _requests_of(proxy: RunningProxy) -> int:
+    with contextlib.closing(http.client.HTTPConnection(urlsplit(proxy.admin).netloc, timeout=10)) as admin:
+        admin.request("GET", "/metrics")
+        scrape = admin.getresponse().read().decode()
+    samples = [line for line in scrape.splitlines() if line.startswith("compaction_requests_total{")]
+    return int(sum(float(line.rsplit(" ", 1)[1]) for line in samples))
 
 
 def test_a_redis_that_is_stopped_paused_and_flushed_costs_no_request(
