@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_origin
 from urllib.parse import quote, urlsplit
@@ -21,6 +21,11 @@ from proxy.errors import ConfigError
 PREFIX = "COMPACTION_"
 SECRETS = ("api_key", "encrypt_key", "client_keys", "token", "webhook")
 MASK = "***"
+ABOVE_ZERO = (
+    "window", "connect_timeout", "read_timeout", "header_timeout", "body_timeout", "timeout_s", "timeout_ms", "backoff_s",
+    "ttl_s", "workers", "attempts", "waiting", "max_bytes", "max_preserved_messages", "max_output_tokens", "Threshold",
+)  # fmt: skip
+"""Ends of the names of numbers that are above 0; all others may be 0, and none is below."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +60,7 @@ class Model(Settings, frozen=True):
 
     window: int | None = None
     reserve: int | None = None
-    encoding: str | None = None
+    encoding: Literal["o200k_base", "cl100k_base", "o200k_harmony"] | None = None
     price: Price | None = None
 
 
@@ -232,10 +237,9 @@ def load(flags: Mapping[str, Any] | None = None, environment: Mapping[str, str] 
     for source in (read_file(path) if path else {}, _from_environment(environment), _without_none(flags or {})):
         _merge(merged, _normal(source))
     _check_keys(Config, merged, "")
-    try:
-        config = msgspec.convert(merged, Config, strict=False)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_wrong_value(error, merged)) from None
+    for path, kind, values in _named_by_users(merged):  # msgspec does not say which of them is wrong
+        _converted(kind, values, path)
+    config = _converted(Config, merged)
     _check_values(config)
     return _with_shared_store(config, merged, environment)
 
@@ -280,8 +284,12 @@ def _mask(value: Any, key: str = "") -> Any:
     if key in SECRETS and value:
         return [MASK] * len(value) if isinstance(value, list | tuple) else MASK
     if key in ("url", "base_url") and isinstance(value, str):
-        return re.sub(r"//[^/@]*@", f"//{MASK}@", value)
+        return _without_password(value)
     return value
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"//[^/@]*@", f"//{MASK}@", text)
 
 
 def _normal(source: Mapping[str, Any]) -> dict[str, Any]:
@@ -381,25 +389,37 @@ def _nearest(word: str, known: tuple[str, ...]) -> str:
     return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
 
 
-def _wrong_value(error: msgspec.ValidationError, merged: Mapping[str, Any]) -> str:
-    """The key, what it got and what it takes, out of msgspec's words."""
-    text = str(error)
-    match = re.search(r" - at `\$\.?(.*?)`$", text)
-    path = match[1] if match else ""
-    reason = text[: match.start()] if match else text
-    value: Any = merged
-    group: Any = Config
-    takes = reason[:1].lower() + reason[1:]
-    for word in re.findall(r"[^.\[\]]+", path.replace("[...]", "")):
-        value = value.get(word) if isinstance(value, Mapping) and word in value else value
-        kind = None
+def _named_by_users(merged: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """What stands below names that are not ours: (path, kind, value) of each model and each layer's settings."""
+    models, compaction = merged.get("models"), merged.get("compaction")
+    layers = compaction.get("layers") if isinstance(compaction, dict) else None
+    for path, kind, group in (("models", Model, models), ("compaction.layers", dict[str, Any], layers)):
+        if isinstance(group, dict):
+            yield from ((f"{path}.{name}", kind, value) for name, value in group.items())
+
+
+def _converted(kind: Any, values: Any, path: str = "") -> Any:
+    """The values as that kind of settings. Raises ConfigError."""
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_wrong_value(error, kind, values, path)) from None
+
+
+def _wrong_value(error: msgspec.ValidationError, kind: Any, value: Any, path: str) -> str:
+    """The key, what it got and what it takes, out of msgspec's words. kind, value: what was to be read, at that path."""
+    match = re.search(r" - at `\$\.?(.*?)`$", str(error))
+    words = re.findall(r"[^.\[\]]+", match[1]) if match else []
+    group = kind if isinstance(kind, type) and issubclass(kind, Settings) else None
+    for word in words:
         if group is not None:
-            kind = next((f.type for f in msgspec.structs.fields(group) if f.encode_name == word), None)
+            kind = next((field.type for field in msgspec.structs.fields(group) if field.encode_name == word), kind)
             group = _group(group, word)
-        if kind is not None and group is None:
-            takes = f"it takes {_kind_words(kind)}"
-    shown = MASK if any(path.endswith(secret) for secret in SECRETS) else repr(value)[:80]
-    return f"wrong value for `{path}`: got {shown}; {takes}"
+            path = f"{path}.{word}".lstrip(".")
+            value = value.get(word) if isinstance(value, Mapping) else value
+    shown = MASK if path.split(".")[-1] in SECRETS else _without_password(repr(value))[:80]
+    takes = "a mapping of settings" if group is not None else _kind_words(kind)
+    return f"wrong value for `{path}`: got {shown}; it takes {takes}"
 
 
 _KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing (null)"}
@@ -411,17 +431,17 @@ def _kind_words(kind: Any) -> str:
         return " or ".join(map(str, options))
     if kind in _KIND_WORDS:
         return _KIND_WORDS[kind]
+    if get_origin(kind) is dict:
+        return "a mapping of names"
     if options:
         words = list(dict.fromkeys(_kind_words(option) for option in options if option is not ...))
-        return (
-            "a list of: " if get_origin(kind) in (tuple, list) else "a mapping of: " if get_origin(kind) is dict else ""
-        ) + " or ".join(words)
+        return ("a list of: " if get_origin(kind) in (tuple, list) else "") + " or ".join(words)
     return "a mapping of settings"
 
 
 def _check_values(config: Config) -> None:
     def wrong(key: str, got: object, takes: str) -> ConfigError:
-        return ConfigError(f"wrong value for `{key}`: got {got!r}; takes {takes}")
+        return ConfigError(f"wrong value for `{key}`: got {_without_password(repr(got))}; takes {takes}")
 
     urls = {
         "upstream.url": config.upstream.url,
@@ -440,43 +460,34 @@ def _check_values(config: Config) -> None:
             raise wrong(f"compaction.{key}", mark, "a fraction of usable (0–1) or a number of tokens")
     if (compaction.trigger <= 1) == (compaction.target <= 1) and compaction.target >= compaction.trigger:
         raise wrong("compaction.target", compaction.target, f"less than the trigger ({compaction.trigger})")
-    for name, model in config.models.items():
-        if model.window is not None and model.window <= 0:
-            raise wrong(f"models.{name}.window", model.window, "a number of tokens above 0")
-    if config.default_window is not None and config.default_window <= 0:
-        raise wrong("default_window", config.default_window, "a number of tokens above 0")
+    for key, number in _numbers(config):
+        above = key.endswith(ABOVE_ZERO)
+        if number is not None and not (number > 0 if above else number >= 0):
+            raise wrong(key, number, "a number above 0" if above else "0 or more")
     for key, port in (("server.port", config.server.port), ("server.admin_port", config.server.admin_port)):
         if not 0 <= port <= 65_535:
             raise wrong(key, port, "a port, 0 to 65535 (0: any free one)")
     for name in config.server.allowed_hosts:
         if not _is_host(name):
             raise wrong("server.allowed_hosts", name, "host names without scheme, port and path, `*.NAME`, or `*`")
-    if config.server.workers < 1:
-        raise wrong("server.workers", config.server.workers, "1 or more")
-    for key in ("timeout_s", "attempts", "backoff_s", "waiting"):
-        if not getattr(config.notify, key) > 0:
-            raise wrong(f"notify.{key}", getattr(config.notify, key), "a number above 0")
     if not 0 <= config.tracing.sample <= 1:
         raise wrong("tracing.sample", config.tracing.sample, "a share, 0 to 1")
-    _check_summarizer(config.summarizer, wrong)
-    for key, number in (("store.ttl_s", config.store.ttl_s), ("store.max_bytes", config.store.max_bytes)):
-        if number < 1:
-            raise wrong(key, number, "1 or more")
+    if not 0 < config.summarizer.prefetch <= 1:
+        raise wrong("summarizer.prefetch", config.summarizer.prefetch, "a fraction of usable (0–1)")
     if urlsplit(config.store.url).scheme not in ("memory", "sqlite", "redis", "rediss", "unix"):
         raise wrong("store.url", config.store.url, "memory://, sqlite:///PATH or redis://HOST:PORT/DB")
 
 
-def _check_summarizer(summarizer: Summarizer, wrong: Callable[[str, object, str], ConfigError]) -> None:
-    """Raises ConfigError."""
-    if not 0 < summarizer.prefetch <= 1:
-        raise wrong("summarizer.prefetch", summarizer.prefetch, "a fraction of usable (0–1)")
-    if summarizer.wait_ms < 0:
-        raise wrong("summarizer.wait_ms", summarizer.wait_ms, "milliseconds, 0 or more")
-    if not summarizer.timeout_s > 0:
-        raise wrong("summarizer.timeout_s", summarizer.timeout_s, "seconds above 0")
-    for key in ("max_preserved_messages", "max_output_tokens"):
-        if getattr(summarizer, key) < 1:
-            raise wrong(f"summarizer.{key}", getattr(summarizer, key), "1 or more")
+def _numbers(settings: Settings, path: str = "") -> Iterator[tuple[str, float | None]]:
+    """Every number with its path; of models, those of each."""
+    for name, value in zip(_keys(type(settings)), msgspec.structs.astuple(settings), strict=True):
+        if isinstance(value, Settings):
+            yield from _numbers(value, f"{path}{name}.")
+        elif name == "models":
+            for model, known in value.items():
+                yield from _numbers(known, f"models.{model}.")
+        elif isinstance(value, int | float):
+            yield f"{path}{name}", value
 
 
 def _is_host(text: str) -> bool:

@@ -115,7 +115,27 @@ def test_off_needs_no_quotes(tmp_path: Path) -> None:
             "wrong value for `compaction.target`: got 0.6; takes less than the trigger (0.5)",
         ),
         ("server: {port: 70000}", "wrong value for `server.port`: got 70000; takes a port, 0 to 65535 (0: any free one)"),
-        ("models: {m: {window: 0}}", "wrong value for `models.m.window`: got 0; takes a number of tokens above 0"),
+        ("models: {m: {window: 0}}", "wrong value for `models.m.window`: got 0; takes a number above 0"),
+        ("models: {m: {reserve: -1}}", "wrong value for `models.m.reserve`: got -1; takes 0 or more"),
+        ("models: {m: {price: {input: -1, output: 0}}}", "wrong value for `models.m.price.input`: got -1.0; takes 0 or more"),
+        ("models: {a: {window: 5}, b: {window: big}}", "wrong value for `models.b.window`: got 'big'; it takes a whole number"),
+        ("models: {m: 5}", "wrong value for `models.m`: got 5; it takes a mapping of settings"),
+        ("models: 5", "wrong value for `models`: got 5; it takes a mapping of settings"),
+        (
+            "models: {m: {encoding: gpt2}}",
+            "wrong value for `models.m.encoding`: got 'gpt2'; it takes o200k_base or cl100k_base or o200k_harmony",
+        ),
+        ("compaction: {layers: {snip: 3}}", "wrong value for `compaction.layers.snip`: got 3; it takes a mapping of names"),
+        ("compaction: {templates: [foo]}", "wrong value for `compaction.templates`: got ['foo']; it takes a list of: openai or"),
+        ("compaction: {timeout_ms: 0}", "wrong value for `compaction.timeout_ms`: got 0; takes a number above 0"),
+        ("compaction: {min_gain: -1}", "wrong value for `compaction.min_gain`: got -1; takes 0 or more"),
+        ("upstream: {connect_timeout: 0}", "wrong value for `upstream.connect_timeout`: got 0.0; takes a number above 0"),
+        ("upstream: {read_timeout: .nan}", "wrong value for `upstream.read_timeout`: got nan; takes a number above 0"),
+        ("server: {drain_timeout: -1}", "wrong value for `server.drain_timeout`: got -1.0; takes 0 or more"),
+        ("server: 7", "wrong value for `server`: got 7; it takes a mapping of settings"),
+        ("max_body_bytes: -1", "wrong value for `max_body_bytes`: got -1; takes 0 or more"),
+        ("store: {max_bytes: 0}", "wrong value for `store.max_bytes`: got 0; takes a number above 0"),
+        ("autoCompact: {triggerThreshold: 0}", "wrong value for `autoCompact.triggerThreshold`: got 0; takes a number above 0"),
         (
             "store: mysql://x",
             "wrong value for `store.url`: got 'mysql://x'; takes memory://, sqlite:///PATH or redis://HOST:PORT/DB",
@@ -139,9 +159,19 @@ def test_an_unknown_environment_variable_is_named_with_the_nearest() -> None:
     assert str(raised.value) == "unknown environment variable COMPACTION_SUMMARIZER__MOD; did you mean `mode`?"
 
 
-def test_a_wrong_secret_is_not_repeated() -> None:
-    with pytest.raises(ConfigError) as raised:
-        load({"upstream": {"api_key": ["sk-secret"]}}, {})
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"upstream": {"api_key": ["sk-secret"]}},
+        {"client_keys": [["sk-secret"]]},
+        {"explain": {"token": ["sk-secret"]}},
+        {"upstream": "ftp://me:sk-secret@example.com"},
+        {"summarizer": {"base_url": ["https://me:sk-secret@example.com"]}},
+    ],
+)
+def test_a_wrong_secret_is_not_repeated(flags: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="wrong value for") as raised:
+        load(flags, {})
 
     assert "sk-secret" not in str(raised.value)
 
