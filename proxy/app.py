@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import ipaddress
 import logging
 import sys
@@ -300,7 +299,7 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
 
     def extras() -> Mapping[str, object]:
         calibration = [
-            {**key._asdict(), **dataclasses.asdict(line)} for key, line in compactor.learned.calibrator.learned().items()
+            {**key._asdict(), **msgspec.structs.asdict(line)} for key, line in compactor.learned.calibrator.learned().items()
         ]
         return {"version": __version__, "windows": {"learned": windows.learned(time.monotonic())}, "calibration": calibration}
 

@@ -71,7 +71,11 @@ class Upload:
         pieces: list[bytes] = []
         size, started = 0, time.monotonic()
         while not self.whole and size <= most:
-            if piece := await self._next():
+            try:
+                piece = self._piece(await self._receive())
+            except TimeoutError:
+                raise _late() from None
+            if piece:
                 pieces.append(piece)
                 size += len(piece)
             if not self.whole and self._timeout is not None and time.monotonic() - started > DRIPS * self._timeout:
@@ -97,14 +101,14 @@ class Upload:
         for piece in self.first:
             yield piece
         while not self.whole:
-            if piece := await self._next():
+            try:
+                piece = self._piece(await self._receive())
+            except TimeoutError:
+                raise _late() from None
+            if piece:
                 yield piece
 
-    async def _next(self) -> bytes:
-        try:
-            message = await self._receive()
-        except TimeoutError:
-            raise _late() from None
+    def _piece(self, message: MutableMapping[str, Any]) -> bytes:
         if message["type"] == "http.disconnect":
             raise ClientGone
         self.whole = not message.get("more_body", False)

@@ -136,7 +136,7 @@ class Compactor:
             return Decision("none", "unknown_window", request=request, model=model, seconds=seconds, caller=caller)
         ruler = self.learned.ruler(request, model, window)
         if mode != "force" and self._plainly_fits(request, size, window, wish.window, mode):
-            aim = self._budget(window, request, ruler, wish.window)
+            aim = self._limit(window, request, wish.window, ruler.calibration.margin)
             known = ruler.known(request.conversation.messages)  # else it is counted while the upstream thinks
             return Decision("none", "fits", None, request, model, window, aim, known, known, seconds=seconds, caller=caller)
         aim = self._budget(window, request, ruler, wish.window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,8 +28,14 @@ class Wish:
     window: int | None = None
 
 
-def read_wish(headers: Mapping[bytes, bytes]) -> Wish:
-    """The control headers' meaning. Raises ClientError (400) that names a value that we do not know."""
+NO_WISH = Wish()
+
+
+def read_wish(fields: Sequence[tuple[bytes, bytes]]) -> Wish:
+    """What the control headers among these say. Raises ClientError (400) that names a value that we do not know."""
+    headers = {name: value for name, value in fields if name.startswith(b"x-compaction")}
+    if not headers:
+        return NO_WISH
     mode = headers.get(b"x-compaction", b"").decode("latin-1").strip().lower()
     if mode and mode not in MODES:
         raise _unknown("x-compaction", mode, "off, force or shadow")

@@ -156,7 +156,7 @@ class Proxy:
 
     async def _chat(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
-        wish = read_wish(dict(headers))
+        wish = read_wish(headers)
         self._discover(headers)
         upload = Upload(scope, receive, self._body_timeout)
         await upload.read(self._max_body_bytes)
@@ -169,7 +169,7 @@ class Proxy:
 
     async def _compact(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """The sidecar: what would be forwarded, as an answer, and nothing sent anywhere."""
-        wish = read_wish(dict(scope["headers"]))
+        wish = read_wish(scope["headers"])
         self._discover(scope["headers"])
         upload = Upload(scope, receive, self._body_timeout)
         await upload.read(self._max_body_bytes)

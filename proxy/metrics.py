@@ -117,16 +117,16 @@ class _Row:
 class _InFlight:
     """`with` it, a request of one endpoint counts as being served."""
 
-    def __init__(self, lock: threading.Lock, gauge: Gauge, endpoint: str) -> None:
-        self._lock, self._gauge, self._key = lock, gauge, (endpoint,)
+    def __init__(self, gauge: Gauge, endpoint: str) -> None:
+        self._gauge, self._key = gauge, (endpoint,)
+
+    # without the lock: only the event loop's own thread does this, and it has to add up with no other metric
 
     def __enter__(self) -> None:
-        with self._lock:
-            self._gauge.add(self._key)
+        self._gauge.add(self._key)
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._gauge.add(self._key, -1)
+        self._gauge.add(self._key, -1)
 
 
 class Metrics:
@@ -160,7 +160,7 @@ class Metrics:
         self._make_process_metrics(version)
         self._waiting: deque[RequestRecord] = deque()
         self._rows: dict[tuple[str, str, str, bool], _Row] = {}  # by label, which are few
-        self._served = {name: _InFlight(self._tally.lock, self._inflight, name) for name in ENDPOINTS}
+        self._served = {name: _InFlight(self._inflight, name) for name in ENDPOINTS}
         self._phases = {phase: self._overhead.child(phase) for phase in PHASES}
         self._other_phase = self._overhead.child(OTHER)
         self._told_windows: dict[str, tuple[int, int]] = {}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from proxy.conversation import Message, Messages
 
@@ -66,8 +68,8 @@ SLACK = 1_000
 """Tokens that an upstream may add to any request: Groq adds 662 for tools."""
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
+# A Struct, because most requests have one of their own
+class Calibration(msgspec.Struct, frozen=True):
     """Ours → theirs: tokens = slope · count + offset, for one upstream and model; a frozen value that travels with a ruler.
 
     margin: the share of the window to keep free because this may be wrong. samples: how many answers it was learned from.
@@ -122,12 +124,12 @@ def chain(messages: Sequence[Message], around: int = 0) -> list[int]:
 
     around: tells apart what stands around the messages (`ruler.around`): other tools make another conversation.
     """
-    noted: list[int] | None = None
     known: list[int] | None = None
     if isinstance(messages, Messages):
-        noted, known = messages.note(("marks", around)), messages.noted_of_base(("marks", around))
-    if noted is not None:
-        return noted
+        noted: list[int] | None = messages.note(("marks", around))
+        if noted is not None:
+            return noted
+        known = messages.noted_of_base(("marks", around))
     marks = list(known or ())
     mark = marks[-1] if marks else around
     for message in messages[len(marks) :]:
@@ -246,10 +248,10 @@ def fit(samples: Sequence[tuple[int, int]], start: Calibration) -> Calibration:
     if abs(median(theirs / ours for ours, theirs in samples) - 1) <= EXACT_WITHIN and start.slope == 1:
         line = Calibration(samples=count)
     elif count < ENOUGH:
-        return replace(_line(samples, None, start.slope), margin=start.margin, samples=count)
+        return msgspec.structs.replace(_line(samples, None, start.slope), margin=start.margin, samples=count)
     else:
-        line = replace(_line(samples, _slope(samples), start.slope), samples=count)
-    return replace(line, margin=start.margin if count < ENOUGH else _margin(samples, line))
+        line = msgspec.structs.replace(_line(samples, _slope(samples), start.slope), samples=count)
+    return msgspec.structs.replace(line, margin=start.margin if count < ENOUGH else _margin(samples, line))
 
 
 def _slope(samples: Sequence[tuple[int, int]]) -> float | None:

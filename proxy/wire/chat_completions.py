@@ -114,7 +114,7 @@ def _read_on(body: bytes, known: Known, parse: Callable[[bytes], Message], prefi
         items = slices.split_array(raw_messages)
     except Unreadable:
         return None
-    repeated = "messages" in fields or any(name in known.fields for name in fields)
+    repeated = "messages" in fields or not known.fields.keys().isdisjoint(fields)
     if repeated or len(known.messages) + len(items) > MAX_MESSAGES:
         return None
     fields = {**known.fields, **fields}

@@ -38,19 +38,20 @@ class Prefixes:
         self._limit, self._landmarks = max_bytes, landmarks
         self.shortest = min(landmarks) + LANDMARK
         self._size = 0
-        self._known: OrderedDict[Known, bytes] = OrderedDict()
-        self._places: dict[bytes, list[Known]] = {}
+        self._known: OrderedDict[Known, tuple[bytes, int]] = OrderedDict()
+        self._newest: Known | None = None
+        self._places: dict[tuple[bytes, int], list[Known]] = {}
         self._lock = threading.Lock()
 
     def find(self, body: bytes) -> Known | None:
         """The longest known history that the body begins with."""
+        size = len(body)
         for offset in self._landmarks:
-            if len(body) < offset + LANDMARK:
+            if size < offset + LANDMARK:
                 continue
-            alike = self._places.get(_place(body, offset), ())
-            found = max((known for known in alike if body.startswith(known.prefix)), key=_length, default=None)
-            if found is not None:
-                return found
+            begins = [known for known in self._places.get(_place(body, offset), ()) if body.startswith(known.prefix)]
+            if begins:
+                return begins[0] if len(begins) == 1 else max(begins, key=_length)
         return None
 
     def keep(self, known: Known, instead_of: Known | None = None) -> None:
@@ -63,6 +64,7 @@ class Prefixes:
             if instead_of is not None:
                 self._forget(instead_of)
             self._known[known] = place
+            self._newest = known
             # a new list, because `find` reads without the lock
             alike = [known, *self._places.get(place, ())]
             self._places[place] = alike[:MOST_ALIKE]
@@ -74,14 +76,19 @@ class Prefixes:
 
     def used(self, known: Known) -> None:
         """It is the one to forget last."""
+        if self._newest is known:
+            return
         with self._lock:
             if known in self._known:
                 self._known.move_to_end(known)
+                self._newest = known
 
     def _forget(self, known: Known) -> None:
         place = self._known.pop(known, None)
         if place is None:
             return
+        if self._newest is known:
+            self._newest = None
         self._size -= _length(known) + HELD_BESIDE
         alike = [other for other in self._places.get(place, ()) if other is not known]
         if alike:
@@ -90,8 +97,8 @@ class Prefixes:
             self._places.pop(place, None)
 
 
-def _place(body: bytes, offset: int) -> bytes:
-    return body[offset : offset + LANDMARK] + b"@%d" % offset
+def _place(body: bytes, offset: int) -> tuple[bytes, int]:
+    return body[offset : offset + LANDMARK], offset
 
 
 def _length(known: Known) -> int:
