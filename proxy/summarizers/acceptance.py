@@ -65,7 +65,7 @@ def accept(text: str, request: SummaryRequest, prompt: Prompt, kinds: Sequence[s
     source = Source(request)
     _check_voice(text, source)
     _check_grounds(text, source)
-    _check_language(text, request.folded)
+    _check_language(text, request)
     sections = _sections(text, prompt.sections)
     repaired = 0
     for title, kind in zip(prompt.sections, kinds, strict=True):
@@ -139,8 +139,8 @@ def _check_grounds(text: str, source: Source) -> None:
             raise SummaryFailed("unfounded", "command")
 
 
-def _check_language(text: str, folded: Sequence[Message]) -> None:
-    wanted, got = spoken(folded), detect(_QUOTE.sub(" ", text))
+def _check_language(text: str, request: SummaryRequest) -> None:
+    wanted, got = spoken(request.folded, request.facts.goal), detect(_QUOTE.sub(" ", text))
     if wanted is not None and got is not None and wanted != got:
         raise SummaryFailed("wrong_language", f"{got} for {wanted}")
 

@@ -65,10 +65,11 @@ def detect(text: str) -> str | None:
     return ranked[0][0] if clear else None
 
 
-def spoken(messages: Sequence[Message]) -> str | None:
-    """The language that the people of a conversation speak: the users, else the assistant."""
-    for role in ("user", "assistant"):
-        language = detect("\n".join(message.text[:4000] for message in messages if message.role == role))
-        if language is not None:
-            return language
-    return None
+def spoken(messages: Sequence[Message], task: str = "") -> str | None:
+    """The language that the people of a conversation speak: the users, else the assistant. task: what the users wanted at first,
+    where that is not among the messages; agents may then work for hundreds of steps without another word of theirs."""
+    users, assistant = (
+        "\n".join(message.text[:4000] for message in messages if message.role == role) for role in ("user", "assistant")
+    )
+    languages = (detect(text) for text in (users, f"{users}\n{task}", assistant))
+    return next((language for language in languages if language is not None), None)

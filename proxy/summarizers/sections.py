@@ -62,7 +62,7 @@ async def summed_up(caller: Caller, way: Way, request: SummaryRequest) -> Summar
 
 async def _asked(caller: Caller, way: Way, request: SummaryRequest) -> Summary:
     # counting and searching a long history takes longer than other requests may wait
-    asked = await asyncio.to_thread(lambda: prompt(way.prompt, spoken(request.folded)))
+    asked = await asyncio.to_thread(lambda: prompt(way.prompt, spoken(request.folded, request.facts.goal)))
     model, window = caller.model(request.model), request.window or caller.settings.window
     largest = cap(request.tokens, min(caller.settings.max_output, window // OUTPUT_OF_WINDOW))
     frame = request.count(_content(way, asked, "", request.previous, request)) + request.count(asked.system)

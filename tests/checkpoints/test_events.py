@@ -188,3 +188,69 @@ async def test_the_event_of_a_branch_does_not_change_what_is_forwarded_for_the_o
 
     assert sent(await ask(proxy, messages), messages) == kept
     assert sent(await ask(proxy, grown(messages, 1)), grown(messages, 1))[: len(kept)] == kept
+
+
+async def test_calls_that_share_a_conversations_start_change_nothing_of_what_is_forwarded_for_it(proxy_for):
+    proxy, messages = proxy_for(), long()
+    kept = sent(await ask(proxy, messages), messages)
+
+    title = [messages[0], messages[1], user("Give this conversation a title of five words.")]
+    helper = [{"role": "system", "content": "You are a helper of an agent."}, *messages[1:9]]
+    assert (await ask(proxy, title)).body is None
+    own = []
+    for n in range(40):
+        helper = grown(helper, n)
+        helper[-1]["content"] += prose(200, 70 + n)
+        own.append((await ask(proxy, helper)).outcome)
+
+    assert "applied" in own
+    again = grown(messages, 1)
+    assert sent(await ask(proxy, again), again) == [*kept, *again[-2:]]
+
+
+async def test_each_model_of_a_conversation_goes_on_from_what_it_was_sent():
+    sizes = {"m": 8_000, "small": 5_000, "large": 200_000}
+    windows = Windows({name: Model(window=size, reserve=1_000, encoding="o200k_base") for name, size in sizes.items()})
+    proxy = Compactor(windows, build_layers("ladder"), Marks())
+
+    async def asked(model, messages):
+        decision = await proxy.decide(chat(messages, model), PATH, Wish(), credential=b"one")
+        assert decision.budget.window == sizes[model]
+        assert (await proxy.count(decision)).forwarded <= decision.budget.usable
+        return sent(decision, messages)
+
+    messages, before = long(), {}
+    for n, model in enumerate(("m", "large", "small", "m", "small", "large", "m")):
+        now = await asked(model, messages)
+        assert now[: len(before.get(model, []))] == before.get(model, [])
+        before[model] = now
+        messages = grown(messages, n)
+    await proxy.aclose()
+
+    assert before["large"] == messages[: len(before["large"])]
+    small, medium, large = (len(json.dumps(before[model])) for model in ("small", "m", "large"))
+    assert small < medium < large
+
+
+async def test_a_client_that_compacts_by_itself_begins_a_history_of_its_own(proxy_for):
+    proxy, messages = proxy_for(), long()
+    for n in range(6):
+        messages = grown(messages, n)
+        assert (await ask(proxy, messages)).body is not None
+
+    # its own words in place of its history, the newest steps as they were
+    own = [messages[0], user("Summary of the work so far: the import is mended, the tests are green."), *messages[-4:]]
+    first = await ask(proxy, own)
+    before, events = sent(first, own), 0
+    for n in range(40):
+        own = grown(own, n)
+        own[-1]["content"] += prose(200, 30 + n)
+        decision = await ask(proxy, own)
+        now = sent(decision, own)
+        assert decision.is_event or now[: len(before)] == before
+        events += decision.is_event
+        before = now
+
+    assert (first.outcome, first.reason, first.body) == ("none", "fits", None)
+    assert events >= 1
+    assert "loader_core" not in json.dumps(before)  # nothing of the history that the client gave up

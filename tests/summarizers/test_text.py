@@ -30,6 +30,14 @@ def test_a_language_is_told_from_what_people_write(text, language):
     assert detect(text) == language
 
 
+def test_where_the_users_say_little_their_first_task_tells_the_language(conversation):
+    folded = conversation({"role": "assistant", "content": "The file was read and it is not the one that we want to have."})
+    task = "Bitte bringe den Import wieder in Ordnung, aber ändere nichts an der Datenbank, die wir haben."
+
+    assert spoken(folded.messages) == "en"
+    assert spoken(folded.messages, task) == "de"
+
+
 def test_the_language_is_that_of_the_users_and_not_of_the_output(conversation):
     talk = conversation(
         {"role": "user", "content": "请修复导入脚本，不要改动测试文件。"},
