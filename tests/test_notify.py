@@ -218,10 +218,5 @@ def test_figures_of_nothing_are_refused(key: str) -> None:
         load({"notify": {key: 0}}, {})
 
 
-def test_explanations_and_several_workers_do_not_go_together() -> None:
-    with pytest.raises(ConfigError, match=r"explain\.enabled"):
-        load({"explain": {"enabled": True}, "server": {"workers": 2}}, {})
-
-
 def test_the_token_of_explanations_is_a_secret() -> None:
     assert masked(load({"explain": {"token": "let-me-see"}}, {}))["explain"]["token"] == "***"
