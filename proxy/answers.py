@@ -87,6 +87,10 @@ class Replay:
         pending, self._pending = self._pending, None
         return await (self._answer.next() if pending is None else pending)
 
+    @property
+    def ended(self) -> bool:
+        return self._ended and self._next >= len(self._pieces)
+
     def close(self) -> None:
         if self._pending is not None:
             self._pending.cancel()
@@ -124,6 +128,10 @@ class Edited:
         if isinstance(self._ended, UpstreamError):
             raise self._ended
         return b""
+
+    @property
+    def ended(self) -> bool:
+        return False  # what the editor holds back comes after the answer's end
 
     def close(self) -> None:
         self._answer.close()

@@ -386,7 +386,10 @@ class Proxy:
                     exchange.first_chunk_at = time.perf_counter()
                 if feeding is not None:
                     feeding = fed(feeding, chunk)
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                ended = source.ended
+                await send({"type": "http.response.body", "body": chunk, "more_body": not ended})
+                if ended:
+                    return
                 last = chunk
         except UpstreamError as error:
             exchange.upstream_error, exchange.aborted = error.reason, True

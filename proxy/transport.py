@@ -339,6 +339,11 @@ class _Connection(asyncio.Protocol):
             and self.transport.get_write_buffer_size() == 0
         )
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the answer has come to its clean end, and all of it has been fetched."""
+        return self.finished and not self.pieces and self.failure is None
+
     def is_quiet(self) -> bool:
         """Whether no byte and no end of file waits in the socket, unseen by the loop so far."""
         return self._living() is not None and not self.probe.poll(0)
@@ -373,6 +378,11 @@ class Reply:
         if self._connection is None:
             raise UpstreamError("the answer was closed", reason="read")
         return self._connection.next()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of it has been fetched, to its clean end."""
+        return self._connection is not None and self._connection.is_read
 
     def close(self) -> None:
         """Let the connection go; it is closed unless the answer was read to its clean end. Twice does no harm."""

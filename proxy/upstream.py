@@ -50,6 +50,9 @@ class Source(Protocol):
 
     def next(self) -> Awaitable[bytes]: ...
 
+    @property
+    def ended(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -64,6 +67,11 @@ class Answer:
     def next(self) -> Awaitable[bytes]:
         """Each piece as it comes, b"" at the clean end. Raises UpstreamError when the answer broke off or fell short."""
         return self._source.next()
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of it has been fetched: `next` would say so without waiting."""
+        return self._source.ended
 
     def close(self) -> None:
         """End it; the socket is closed unless the answer was read to its clean end. Twice does no harm."""
@@ -400,6 +408,10 @@ class _StockReply:
         except httpx.HTTPError as error:
             raise _from_httpx(error) from None
         return b""
+
+    @property
+    def ended(self) -> bool:
+        return False  # it says so only when it is asked for more
 
     def close(self) -> None:
         response, self._response = self._response, None
