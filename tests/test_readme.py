@@ -7,13 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from builders import agent_session
 from fakes import ScriptedUpstream
 from running import running_proxy
 
 import proxy
-from proxy.config import load
+from proxy.config import Config, load
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -50,6 +51,11 @@ def test_the_settings_that_it_shows_are_taken(tmp_path: Path) -> None:
         load(environment={}, file=str(path))
 
     assert load(environment={}, file=str(tmp_path / "0.yaml")).models["gpt-4o"].reserve == 16384
+
+
+@pytest.mark.parametrize("group", [field.encode_name for field in msgspec.structs.fields(Config)])
+def test_every_group_of_settings_is_named(group: str) -> None:
+    assert re.search(rf"^{group}:|`{group}`", README, re.M)
 
 
 def test_every_make_target_that_it_names_exists() -> None:
