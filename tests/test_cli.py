@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from builders import agent_session, chat, user
+from running import running_proxy
 
 LONG = agent_session(20, 400)
 
@@ -171,6 +175,20 @@ def test_several_workers_do_not_start_with_a_setting_that_one_would_not_start_wi
     assert done.returncode == 2
     (line,) = done.stderr.decode().splitlines()
     assert "there is no 'keep_recnt'; the nearest is 'keep_recent'" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "host", "further"), [((), "127.0.0.1", 0), (("--host", "0.0.0.0"), "127.0.0.1", 1), (("--host", "::1"), "[::1]", 0)]
+)
+def test_the_banner_names_a_url_that_can_be_pasted(flags: tuple[str, ...], host: str, further: int) -> None:
+    with running_proxy("--upstream", "http://127.0.0.1:9/v1", *flags) as started:
+        answer = urllib.request.urlopen(f"{started.admin}/healthz").read()
+        with socket.create_connection((host.strip("[]"), urlsplit(started.url).port)):
+            pass
+
+    assert answer == b'{"status":"ok"}'
+    assert started.base_url.startswith(f"http://{host}:")
+    assert sum("listening  on every address of this machine (0.0.0.0)" in line for line in started.lines) == further
 
 
 def tokens(body: bytes) -> int:

@@ -208,8 +208,10 @@ def test_refusals_are_counted_and_each_kind_is_logged_once(upstream: ScriptedUps
 
 def test_who_listens_for_others_serves_them_by_any_name(upstream: ScriptedUpstream) -> None:
     with guarded(upstream, "", "--host", "0.0.0.0") as started:
-        url = started.url.replace("0.0.0.0", "127.0.0.1")
-        answers = [answered(url, {"host": "llm.example.com"}), answered(url, {"host": HERE, "origin": "https://example.com"})]
+        answers = [
+            answered(started.url, {"host": "llm.example.com"}),
+            answered(started.url, {"host": HERE, "origin": "https://example.com"}),
+        ]
 
     assert [answer.split(b" ")[1] for answer in answers] == [b"200", b"200"]
 
