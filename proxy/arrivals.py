@@ -52,14 +52,22 @@ def header(headers: Headers, name: bytes) -> str:
     return ""
 
 
+class Held:
+    """Bytes of all the bodies that are held whole at the moment, and how many may be."""
+
+    def __init__(self, most: int) -> None:
+        self.bytes, self.most = 0, most
+
+
 class Upload:
-    """The body of a request, and the client behind it."""
+    """The body of a request, and the client behind it. size: bytes of it that are held."""
 
-    __slots__ = ("_client", "_receive", "_timeout", "first", "whole")
+    __slots__ = ("_client", "_held", "_receive", "_timeout", "first", "size", "whole")
 
-    def __init__(self, scope: Scope, receive: Receive, body_timeout: float | None = None) -> None:
+    def __init__(self, scope: Scope, receive: Receive, body_timeout: float | None, held: Held) -> None:
         """body_timeout: seconds that each piece may take, where our own server is in front."""
-        self._receive, self._timeout = receive, body_timeout
+        self._receive, self._timeout, self._held = receive, body_timeout, held
+        self.size = 0
         self._client = client_of(scope)
         if self._client is not None:
             self._client.body_timeout = body_timeout
@@ -67,20 +75,29 @@ class Upload:
         self.whole = False
 
     async def read(self, most: int) -> None:
-        """Fills `first`, and tells in `whole` whether that is all; stops beyond `most` bytes. Raises ClientGone, ClientError."""
+        """Fills `first`, and tells in `whole` whether that is all; stops beyond `most` bytes, or what may be held of all bodies.
+
+        To be let go of in the end. Raises ClientGone, ClientError.
+        """
         pieces: list[bytes] = []
-        size, started = 0, time.monotonic()
-        while not self.whole and size <= most:
+        held, started = self._held, time.monotonic()
+        while not self.whole and self.size <= most and held.bytes <= held.most:
             try:
                 piece = self._piece(await self._receive())
             except TimeoutError:
                 raise _late() from None
             if piece:
                 pieces.append(piece)
-                size += len(piece)
+                self.size += len(piece)
+                held.bytes += len(piece)
             if not self.whole and self._timeout is not None and time.monotonic() - started > DRIPS * self._timeout:
                 raise _late()
         self.first = pieces
+
+    def let_go(self) -> None:
+        """It is held no longer."""
+        self._held.bytes -= self.size
+        self.size = 0
 
     @property
     def body(self) -> Body:

@@ -26,7 +26,7 @@ from proxy.answers import (
     told,
     with_usage_raised,
 )
-from proxy.arrivals import Body, Headers, Receive, Scope, Send, Upload, header
+from proxy.arrivals import Body, Headers, Held, Receive, Scope, Send, Upload, header
 from proxy.compactor import Compactor
 from proxy.decisions import Decision, Wish, read_wish
 from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
@@ -52,6 +52,8 @@ REWRITTEN = frozenset({b"content-encoding", b"content-md5", b"digest", b"content
 CREDENTIALS = frozenset({b"authorization", b"api-key", b"x-api-key"})
 UNKNOWN_FIELD = frozenset({400, 422})
 """Statuses under which upstreams say that they do not know a field."""
+MOST_HELD = 1024 * 1024 * 1024
+"""Bytes of the bodies that are held whole: beyond, bodies are passed through as they come."""
 SILENT_MODELS = 256
 """Models remembered as not taking the question for usage; clients choose the names."""
 
@@ -94,6 +96,7 @@ class Proxy:
     ) -> None:
         self._upstream, self._compactor, self._metrics = upstream, compactor, metrics
         self._max_body_bytes, self._body_timeout = max_body_bytes, body_timeout
+        self._held = Held(MOST_HELD)
         self._client_keys = tuple(key.encode() for key in client_keys)
         self._discover = discover
         self._options = options or Options()
@@ -145,37 +148,48 @@ class Proxy:
 
     async def _pass(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """Everything that is no chat completion: streamed both ways."""
-        upload = Upload(scope, receive, self._body_timeout)
-        if any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]):
-            # a body that comes in one piece is kept: the upstream's idle connections serve only what can be sent a second time
-            await upload.read(0)
-        else:
-            upload.whole = True
-        with upload.while_client_stays():
-            await self._relay(exchange, scope, upload.body, send)
+        upload = Upload(scope, receive, self._body_timeout, self._held)
+        try:
+            if any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]):
+                # one that comes in one piece is kept: the upstream's idle connections serve only what can be sent a second time
+                await upload.read(0)
+            else:
+                upload.whole = True
+            with upload.while_client_stays():
+                await self._relay(exchange, scope, upload.body, send)
+        finally:
+            upload.let_go()
 
     async def _chat(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
         wish = read_wish(headers)
         self._discover(headers)
-        upload = Upload(scope, receive, self._body_timeout)
-        await upload.read(self._max_body_bytes)
-        with upload.while_client_stays():
-            if upload.whole:
-                await self._line(exchange, scope, upload.first, wish, send)
-            else:
-                exchange.decision = Decision("none", "too_large")
-                await self._relay(exchange, scope, upload.body, send)
+        upload = Upload(scope, receive, self._body_timeout, self._held)
+        try:
+            await upload.read(self._max_body_bytes)
+            with upload.while_client_stays():
+                if upload.whole:
+                    await self._line(exchange, scope, upload.first, wish, send)
+                else:
+                    exchange.decision = Decision("none", "too_large")
+                    await self._relay(exchange, scope, upload.body, send)
+        finally:
+            upload.let_go()
 
     async def _compact(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """The sidecar: what would be forwarded, as an answer, and nothing sent anywhere."""
         wish = read_wish(scope["headers"])
         self._discover(scope["headers"])
-        upload = Upload(scope, receive, self._body_timeout)
-        await upload.read(self._max_body_bytes)
-        if not upload.whole:
-            raise ClientError("the body is too large", status=413, code="body_too_large")
-        pieces = upload.first
+        upload = Upload(scope, receive, self._body_timeout, self._held)
+        try:
+            await upload.read(self._max_body_bytes)
+            if not upload.whole:
+                raise ClientError("the body is too large", status=413, code="body_too_large")
+            await self._answer_compacted(exchange, scope, upload.first, wish, send)
+        finally:
+            upload.let_go()
+
+    async def _answer_compacted(self, exchange: Exchange, scope: Scope, pieces: Sequence[bytes], wish: Wish, send: Send) -> None:
         wish = replace(wish, mode="force") if wish.mode == "auto" else wish
         decision = exchange.decision = await self._decide(scope, pieces, wish)
         decision = exchange.decision = await self._safely(self._compactor.count(decision), decision)

@@ -8,7 +8,7 @@ import socket
 
 import httpx
 import pytest
-from live.conftest import Product, Start, leave
+from live.conftest import BODY, Product, Start, leave, request
 from live.toxic import Toxic
 
 pytestmark = pytest.mark.anyio
@@ -25,6 +25,26 @@ async def test_a_body_that_only_drips_is_given_up(toxic: Toxic, start: Start) ->
 
     assert answer.result().startswith(b"HTTP/1.1 408 ")
     assert toxic.requests == []
+
+
+async def test_beyond_what_may_be_held_of_all_bodies_they_pass_as_they_come(
+    toxic: Toxic, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("proxy.endpoints.MOST_HELD", 1_000)
+    long = b'{"model": "m", "messages": [{"role": "user", "content": "%b"}]}' % (b"word " * 300)
+    async with start(toxic.url) as product:
+        one, first = await product.raw(request(body=long)[:1_100])
+        await asyncio.sleep(0.1)  # more than may be held has come and is not whole: it goes on as it comes
+        meanwhile = await product.post(BODY)
+        first.write(request(body=long)[1_100:])
+        passed = await one.readuntil(b"\r\n\r\n")
+        first.close()
+        afterwards = await product.post(long)
+
+    assert meanwhile.status_code == 200
+    assert sorted(len(received.body) for received in toxic.requests) == sorted([len(long), len(BODY), len(long)])
+    assert b"x-compaction-reason: too_large\r\n" in passed
+    assert afterwards.headers["x-compaction-reason"] == "unknown_window"
 
 
 async def test_a_client_that_breaks_off_an_upload_which_the_upstream_does_not_read_ends_it(start: Start) -> None:
