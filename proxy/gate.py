@@ -7,7 +7,7 @@ answers, too. What a page cannot forge are the Host and the Origin that its brow
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -71,12 +71,12 @@ class Gated:
     def __init__(self, app: ASGIApp, gate: Gate, refused: Callable[[str, Headers], None]) -> None:
         self._app, self._gate, self._refused = app, gate, refused
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         reason = self._gate.refusal(scope["headers"]) if scope["type"] == "http" else None
-        if reason is None:
-            await self._app(scope, receive, send)
-            return
-        self._refused(reason, scope["headers"])
+        return self._app(scope, receive, send) if reason is None else self._refuse(reason, scope["headers"], send)
+
+    async def _refuse(self, reason: str, headers: Headers, send: Send) -> None:
+        self._refused(reason, headers)
         code = "host_not_allowed" if reason is WRONG_HOST else "origin_not_allowed"
         error = {"message": reason, "type": "invalid_request_error", "param": None, "code": code}
         await reply(send, 403, b"application/json", msgspec.json.encode({"error": error}), [(b"x-compaction-error", b"1")])
