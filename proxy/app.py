@@ -61,6 +61,8 @@ CLOSE_SECONDS = 1.0
 """What the last spans get to be handed over."""
 WARM_ENCODING = "o200k_base"
 """Loaded before the first request comes: most models use it."""
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""To listen on all addresses, and where this machine's own clients then find us."""
 
 log = structlog.get_logger("proxy")
 
@@ -238,6 +240,7 @@ def build_worker(config: Config, folder: Path) -> tuple[ASGIApp, ASGIApp]:
 def build_app(config: Config, folder: Path | None = None) -> Application:
     """The two apps of a configuration. folder: where several processes share their figures. Raises ConfigError."""
     _check_exposure(config)
+    _check_circle(config)
     windows = build_windows(config)
     metrics = Metrics(model_names=model_names(config), folder=folder)
     metrics.set_config_loaded(time.time())
@@ -416,3 +419,14 @@ def _check_exposure(config: Config) -> None:
             f"upstream.api_key with server.host {host!r} would serve whoever reaches the port: "
             "set client_keys (COMPACTION_CLIENT_KEYS) or listen on 127.0.0.1"
         )
+
+
+def _check_circle(config: Config) -> None:
+    """Raises ConfigError where the upstream is the proxy port, so that each request would come back to us for ever."""
+    upstream, own = urlsplit(config.upstream.url), config.server
+    host = upstream.hostname or ""
+    here = host == own.host or (
+        is_loopback(host) and (own.host in EVERYWHERE or (is_loopback(own.host) and "localhost" in (host, own.host)))
+    )
+    if here and (upstream.port or (443 if upstream.scheme == "https" else 80)) == own.port:
+        raise ConfigError(f"upstream.url {config.upstream.url!r} is where this proxy itself listens: name the server behind it")

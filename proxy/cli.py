@@ -195,12 +195,8 @@ def _serve_workers(settings: Config, where: dict[str, Any]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""To listen on all addresses, and where this machine's own clients then find us."""
-
-
 def _url(address: tuple[str, int]) -> str:
-    host = EVERYWHERE.get(address[0]) or (f"[{address[0]}]" if ":" in address[0] else address[0])
+    host = app.EVERYWHERE.get(address[0]) or (f"[{address[0]}]" if ":" in address[0] else address[0])
     return f"http://{host}:{address[1]}"
 
 
@@ -216,7 +212,7 @@ def _banner(settings: Config, proxy: str, admin: str) -> None:
         f"  store      {shown['store']['url']}",
         f"  metrics    {admin}/metrics   savings so far: {admin}/stats",
     ]
-    if settings.server.host in EVERYWHERE:
+    if settings.server.host in app.EVERYWHERE:
         lines.insert(2, f"  listening  on every address of this machine ({settings.server.host})")
     print("\n".join(lines), flush=True)
 

@@ -38,6 +38,37 @@ def test_what_exposes_no_key_may_listen_anywhere(settings: dict[str, Any]) -> No
     check(load(settings, {}))
 
 
+@pytest.mark.parametrize(
+    ("url", "host"),
+    [
+        ("http://127.0.0.1:8080/v1", "127.0.0.1"),
+        ("http://localhost:8080", "127.0.0.1"),
+        ("http://127.0.0.1:8080/v1", "localhost"),
+        ("http://[::1]:8080/v1", "::1"),
+        ("http://localhost:8080/v1", "0.0.0.0"),
+        ("http://10.0.0.7:8080/v1", "10.0.0.7"),
+    ],
+)
+def test_a_proxy_that_is_its_own_upstream_does_not_start(url: str, host: str) -> None:
+    with pytest.raises(ConfigError, match="is where this proxy itself listens"):
+        check(load({"upstream": url, "server": {"host": host}}, {}))
+
+
+@pytest.mark.parametrize(
+    ("url", "server"),
+    [
+        ("http://127.0.0.1:8081/v1", {}),
+        ("http://127.0.0.2:8080/v1", {}),
+        ("http://10.0.0.7:8080/v1", {"host": "0.0.0.0"}),
+        ("http://llm.example.com:8080/v1", {}),
+        ("https://localhost/v1", {"port": 80}),
+        ("http://127.0.0.1:8080/v1", {"port": 0}),
+    ],
+)
+def test_a_neighbor_is_no_circle(url: str, server: dict[str, Any]) -> None:
+    check(load({"upstream": url, "server": server}, {}))
+
+
 def test_what_is_checked_leaves_nothing_running() -> None:
     before = threading.active_count()
 
