@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from proxy.records import (
     settle,
 )
 from proxy.tally import Child, Counter, Gauge, Histogram, Key, Snapshot, Tally
-from proxy.workers_figures import bury, new_worker, page_of, read, snapshot_of, write
+from proxy.workers_figures import Places, bury, new_worker, page_of, read, snapshot_of, write
 
 __all__ = ["ANY", "CHAT", "COMPACT", "Account", "Metrics", "ModelNames", "RequestRecord", "printable", "saved_by_layer", "settle"]
 
@@ -67,12 +67,19 @@ def printable(name: str | None) -> str:
     return "".join(c if c.isprintable() else "?" for c in text) or "unknown"
 
 
-class ModelNames:
-    """Which label a model's name gets: the configured ones and the first that come have their own, all others share one."""
+def always(_: str) -> bool:
+    return True
 
-    def __init__(self, configured: Iterable[str] = (), room: int = MODELS_SEEN) -> None:
+
+class ModelNames:
+    """Which label a model's name gets: the configured ones and the first that come have their own, all others share one.
+
+    takes: asked for a place that several workers share, before one is given.
+    """
+
+    def __init__(self, configured: Iterable[str] = (), room: int = MODELS_SEEN, takes: Callable[[str], bool] = always) -> None:
         self._labels = {name: printable(name) for name in configured}
-        self._room = room
+        self._room, self._takes = room, takes
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str | None) -> str:
@@ -85,7 +92,7 @@ class ModelNames:
         if known is not None:
             return known
         with self._lock:
-            if self._room <= 0:
+            if self._room <= 0 or not self._takes(label):
                 return OTHER
             # Under its printable form, so that two names that look alike take one place and a label is not counted twice
             self._room -= label not in self._labels
@@ -147,10 +154,10 @@ class Metrics:
     ) -> None:
         self.registry = registry or CollectorRegistry()
         names = tuple(model_names)
-        self.models, self.timed = ModelNames(names), ModelNames(names, MODELS_TIMED)
+        self._folder, self._worker = folder, new_worker()
+        self.models, self.timed = self._names(names, "models", MODELS_SEEN), self._names(names, "timed", MODELS_TIMED)
         self.started = time.time()
         self.recent: deque[dict[str, object]] = deque(maxlen=RECENT)
-        self._folder, self._worker = folder, new_worker()
         self._tally = Tally()
         self._make_request_metrics()
         self._make_token_metrics()
@@ -167,6 +174,9 @@ class Metrics:
         self._begin([self.models[name] for name in names], tuple(layers))
         self.registry.register(self)
         self.share()
+
+    def _names(self, configured: tuple[str, ...], kind: str, room: int) -> ModelNames:
+        return ModelNames(configured, room, always if self._folder is None else Places(self._folder, kind, room).take)
 
     def _counter(self, name: str, told: str, *labels: str) -> Counter:
         return self._tally.counter(f"compaction_{name}", told, *labels)

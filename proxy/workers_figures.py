@@ -85,6 +85,35 @@ def new_worker() -> str:
     return f"{os.getpid()}-{time.time_ns()}"
 
 
+class Places:
+    """So many places for names in all workers together: whichever comes first has one, and has it in every worker.
+
+    Else each worker would give places of its own, and what they tell together would name a multiple.
+    """
+
+    def __init__(self, folder: Path, kind: str, room: int) -> None:
+        self._file, self._room = folder / f"{kind}.names", room
+        self._known: frozenset[str] = frozenset()
+
+    def take(self, name: str) -> bool:
+        """Whether the name, one line of text, has a place now. Once all are taken, no file is touched any more."""
+        if name not in self._known and len(self._known) < self._room:
+            with contextlib.suppress(OSError):  # a disk that refuses: the name is one of the others
+                self._known = self._with(name)
+        return name in self._known
+
+    def _with(self, name: str) -> frozenset[str]:
+        """The names that have a place, this one among them if there was room."""
+        with self._file.open("a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            taken = file.read().split("\n")[:-1]
+            if name not in taken and len(taken) < self._room:
+                file.write(f"{name}\n")
+                taken.append(name)
+        return frozenset(taken)
+
+
 def write(folder: Path, worker: str, page: Page) -> None:
     """Puts a worker's figures there, whole or not at all."""
     draft = folder / f".{worker}"

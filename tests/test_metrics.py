@@ -255,6 +255,21 @@ def test_ten_thousand_hostile_model_names_add_at_most_51_label_values() -> None:
     print(f"{len(body)} bytes in {took * 1000:.0f} ms")
 
 
+def test_the_same_from_three_workers_together(tmp_path: Path) -> None:
+    workers = [Metrics(model_names=["gpt-4o"], folder=tmp_path) for _ in range(3)]
+
+    for number in range(1_000):
+        workers[number % 3].record(replace(APPLIED, model=f"hostile-{number}"))
+    for one in workers:
+        one.share()
+    body, _ = workers[0].exposition()
+
+    models = {dict(labels)["model"] for _, labels in scraped(workers[0]) if "model" in dict(labels)}
+    assert len(models - {"gpt-4o"}) == 51
+    assert len(body) < 300_000
+    assert summed(workers[0], "compaction_prompt_tokens_received_total") == 10_000_000
+
+
 def test_a_name_that_looks_like_another_shares_its_label() -> None:
     names = ModelNames(["gpt-4o"], room=2)
 

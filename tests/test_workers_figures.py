@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from proxy.errors import ConfigError
-from proxy.workers_figures import fresh_folder
+from proxy.workers_figures import Places, fresh_folder
 
 HOLDER = """
 import sys
@@ -89,3 +89,26 @@ def test_where_nothing_can_be_written_it_is_said_in_one_sentence(temporary: Path
 
     with pytest.raises(ConfigError, match=r"^several workers need a writable directory for temporary files \(TMPDIR\): No such"):
         fresh_folder()
+
+
+def test_all_workers_together_give_so_many_places_and_no_more(temporary: Path) -> None:
+    first, second = Places(temporary, "models", 3), Places(temporary, "models", 3)
+
+    took = [
+        one.take(name) for one, name in [(first, "a"), (second, "b"), (first, "a"), (second, "a"), (first, "c"), (second, "d")]
+    ]
+
+    assert took == [True, True, True, True, True, False]
+    assert [one.take(name) for one in (first, second) for name in ("a", "b", "c", "d", "e")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ] * 2
+    assert Places(temporary, "models", 3).take("b")
+    assert Places(temporary, "timed", 1).take("d")
+
+
+def test_a_place_that_cannot_be_noted_is_not_given(temporary: Path) -> None:
+    assert not Places(temporary / "gone", "models", 3).take("a")

@@ -138,6 +138,18 @@ def test_all_workers_tell_the_same(proxy: RunningProxy) -> None:
     assert {one["saved"] for one in stats} == {total(told, "compaction_prompt_tokens_saved_total")}
 
 
+def test_hostile_names_of_models_make_no_scrape_large_whichever_worker_they_meet(proxy: RunningProxy) -> None:
+    names = [f'{number}\n\u202e\x00{{}}"' + "x" * (number % 200) for number in range(300)]
+    for name in names:
+        assert send(proxy, chat([user("Hello.")], model=name))[0] == 200
+    samples = scraped_once_all_is_told(proxy, len(names))
+
+    models = {dict(labels).get("model", "other") for _, labels in samples}
+    assert len(models) == 51
+    assert all(0 < len(model) <= 80 and model.isprintable() for model in models)
+    assert len(ask(proxy, "/metrics")[1]) < 300_000
+
+
 def test_whichever_worker_is_asked_explains_what_any_of_them_did(upstream: ScriptedUpstream, tmp_path: Path) -> None:
     for proxy in started(upstream, tmp_path, COMPACTION_EXPLAIN__ENABLED="true"):
         bodies = [chat(agent_session(30, 300, system="CANARY", module=f"told_{n}"), model="gpt-4") for n in range(6)]
