@@ -344,6 +344,24 @@ def test_behind_nginx_the_prefix_stands_whichever_of_several_proxies_serves(
     assert abs(served[0] - served[1]) <= 1
 
 
+def test_an_upstream_that_refuses_what_we_think_fits_sees_one_prefix_whichever_process_meets_the_refusal(
+    redis: Redis, upstream: ScriptedUpstream, tmp_path: Path
+) -> None:
+    # the table says 128,000; this one takes 4,000 of its own tokens, which are smaller than ours
+    upstream.window = 4_000
+    flags = ("--upstream", upstream.url + "/v1", "--workers", "2", "--store", redis.url)
+    with running_proxy(*flags) as one, running_proxy(*flags) as other:
+        field_ = Field(upstream, [one, other])
+        upstream.script = field_.script
+        talks = [talk for talk in fresh_talks() if talk.steady][:6]
+        with ThreadPoolExecutor(3) as pool:
+            for life in [pool.submit(one_life, field_, talk, 40) for talk in talks]:
+                life.result()
+
+    assert field_.faults == []
+    assert field_.events >= 12
+
+
 def _requests_of(proxy: RunningProxy) -> int:
     with contextlib.closing(http.client.HTTPConnection(urlsplit(proxy.admin).netloc, timeout=10)) as admin:
         admin.request("GET", "/metrics")
