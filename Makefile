@@ -42,7 +42,7 @@ demo: $(VENV)/.demo  ## a real llama.cpp server, a conversation that is too long
 	@$(BIN)/python tests/demo.py
 
 bench: $(VENV)/.dev  ## speed beside the proxies that are installed, short form; ARGS passes flags
-	@$(BIN)/python tests/benchmarks/throughput.py --seconds 2 --rounds 3 $(ARGS)
+	@$(BIN)/python tests/benchmarks/short.py $(ARGS)
 
 lint: $(VENV)/.dev  ## format check, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -68,9 +68,8 @@ windows: $(VENV)/.dev  ## renew the table of context windows and prices from its
 dashboard: $(VENV)/.dev  ## write the dashboard's JSON from its code
 	@$(BIN)/python grafana/overview.py
 
-picture: $(VENV)/.dev  ## draw the dashboard over a replayed load, and an explanation (needs Prometheus, npm and Chromium)
+picture: $(VENV)/.dev  ## draw the dashboard over a replayed load (needs Prometheus, npm and Chromium)
 	@$(BIN)/python grafana/picture.py $(ARGS)
-	@$(BIN)/python grafana/explain_picture.py
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

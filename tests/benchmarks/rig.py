@@ -1,29 +1,26 @@
-"""What the benchmarks share: a stub upstream, the proxies that stand beside ours, their CPU and memory, and tables.
-
-Every peer is optional: one that is not installed is named as missing. A directory with more programs (Envoy, Caddy, wrk)
-can be given in BENCH_PATH. Peers run one after another against the same stub, so ratios come from one run.
-"""
+"""What the benchmarks share: where programs run and what they cost, the stub upstream, the requests, what a measurement is."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-TICK = os.sysconf("SC_CLK_TCK")
 CORES = sorted(os.sched_getaffinity(0))
 PROXY_CORE, OTHER_CORE = CORES[0], CORES[-1]
 """The proxy has one core for itself; the stub and the load share the other."""
@@ -36,6 +33,7 @@ def free_port() -> int:
 
 
 def which(name: str) -> str | None:
+    """A program in one of the directories of BENCH_PATH, beside our Python, or where programs are."""
     places = [os.environ.get("BENCH_PATH", ""), str(Path(sys.executable).parent), os.environ.get("PATH", ""), "/usr/sbin"]
     return shutil.which(name, path=os.pathsep.join(places))
 
@@ -51,12 +49,12 @@ def family(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
+    """Of the whole family. From the scheduler's own count: that of /proc/PID/stat has steps of 10 ms."""
     total = 0
     for member in family(pid):
         with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
-            total += int(fields[11]) + int(fields[12])
-    return total / TICK
+            total += sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{member}/task").iterdir())
+    return total / 1e9
 
 
 def memory_mb(pid: int) -> float:
@@ -71,91 +69,32 @@ def memory_mb(pid: int) -> float:
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A proxy by name. command(folder, port, upstream_port) → argv; None when it is not installed here."""
+class Running:
+    """A proxy that answers, or the stub itself. upstream: the stub's port. fields: headers that its requests need. first_answer:
+    seconds from its start."""
 
     name: str
-    command: Callable[[Path, int, int], list[str] | None]
-    environment: dict[str, str] = field(default_factory=dict)
+    port: int
+    upstream: int
+    pid: int | None = None
+    fields: tuple[str, ...] = ()
+    first_answer: float = 0.0
 
+    def request(self, body: bytes) -> bytes:
+        """A chat request on the wire."""
+        lines = [
+            "POST /v1/chat/completions HTTP/1.1",
+            "Host: localhost",
+            "Content-Type: application/json",
+            "Authorization: Bearer sk-bench",
+            *self.fields,
+            f"Content-Length: {len(body)}",
+        ]
+        return "\r\n".join([*lines, "", ""]).encode() + body
 
-def _ours(folder: Path, port: int, upstream: int, *settings: str) -> list[str]:
-    config = folder / "ours.yaml"
-    config.write_text('models: {"bench*": {window: 1000000}}\nlog: {level: error}\n' + "\n".join(settings))
-    ports = ["--port", str(port), "--admin-port", "0"]
-    return [sys.executable, "-m", "proxy", "serve", "--upstream", f"http://127.0.0.1:{upstream}", *ports, "--config", str(config)]
-
-
-def _nginx(folder: Path, port: int, upstream: int) -> list[str] | None:
-    program = which("nginx")
-    (folder / "nginx.conf").write_text(
-        f"""worker_processes 1; daemon off; error_log /dev/null; pid {folder}/nginx.pid;
-events {{ worker_connections 16384; }}
-http {{ access_log off; keepalive_requests 1000000000; client_max_body_size 64m; client_body_buffer_size 2m;
-  client_body_temp_path {folder}; proxy_temp_path {folder};
-  upstream up {{ server 127.0.0.1:{upstream}; keepalive 4096; keepalive_requests 1000000000; }}
-  server {{ listen 127.0.0.1:{port} backlog=4096;
-    location / {{ proxy_pass http://up; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; proxy_read_timeout 1h; }} }} }}"""
-    )
-    return [program, "-c", str(folder / "nginx.conf"), "-p", str(folder)] if program else None
-
-
-def _envoy(folder: Path, port: int, upstream: int) -> list[str] | None:
-    program = which("envoy")
-    address = {"socket_address": {"address": "127.0.0.1", "port_value": port}}
-    target = {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": upstream}}}}
-    route = {"match": {"prefix": "/"}, "route": {"cluster": "up", "timeout": "0s", "idle_timeout": "0s"}}
-    manager = {
-        "@type": "type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "b",
-        "route_config": {"virtual_hosts": [{"name": "b", "domains": ["*"], "routes": [route]}]},
-        "http_filters": [
-            {
-                "name": "envoy.filters.http.router",
-                "typed_config": {"@type": "type.googleapis.com/envoy.extensions.filters.http.router.v3.Router"},
-            }
-        ],
-    }
-    filters = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
-    limits = {"thresholds": [{"max_connections": 99999, "max_pending_requests": 99999, "max_requests": 99999}]}
-    cluster = {
-        "name": "up",
-        "type": "STATIC",
-        "connect_timeout": "5s",
-        "circuit_breakers": limits,
-        "load_assignment": {"cluster_name": "up", "endpoints": [{"lb_endpoints": [target]}]},
-    }
-    listener = {"name": "l", "address": address, "filter_chains": [{"filters": filters}]}
-    config = {"static_resources": {"listeners": [listener], "clusters": [cluster]}}
-    (folder / "envoy.json").write_text(json.dumps(config))
-    base = ["--concurrency", "1", "--log-level", "off", "--disable-hot-restart"]
-    return [program, "-c", str(folder / "envoy.json"), *base] if program else None
-
-
-def _caddy(folder: Path, port: int, upstream: int) -> list[str] | None:
-    program = which("caddy")
-    up = {"handler": "reverse_proxy", "upstreams": [{"dial": f"127.0.0.1:{upstream}"}], "flush_interval": -1}
-    server = {"listen": [f"127.0.0.1:{port}"], "routes": [{"handle": [up]}], "automatic_https": {"disable": True}}
-    config = {
-        "admin": {"disabled": True},
-        "logging": {"logs": {"default": {"level": "ERROR"}}},
-        "apps": {"http": {"servers": {"b": server}}},
-    }
-    (folder / "caddy.json").write_text(json.dumps(config))
-    return [program, "run", "--config", str(folder / "caddy.json")] if program else None
-
-
-def _stock(folder: Path, port: int, upstream: int) -> list[str]:
-    return [sys.executable, str(HERE / "stock.py"), str(port), str(upstream)]
-
-
-PEERS = (
-    Peer("nginx", _nginx),
-    Peer("envoy", _envoy),
-    Peer("caddy", _caddy, {"GOMAXPROCS": "1"}),
-    Peer("starlette+httpx", _stock),
-    Peer("compaction-proxy", _ours),
-)
+    def cpu(self) -> float:
+        """Seconds of CPU so far."""
+        return cpu_seconds(self.pid) if self.pid is not None else 0.0
 
 
 @contextlib.contextmanager
@@ -170,7 +109,7 @@ def started(command: Sequence[str], port: int, core: int, environment: dict[str,
             command, preexec_fn=alone, stdout=output, stderr=output, env={**os.environ, **(environment or {})}, cwd=ROOT
         )
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while True:
                 with contextlib.suppress(OSError):
                     socket.create_connection(("127.0.0.1", port), 1).close()
@@ -178,7 +117,7 @@ def started(command: Sequence[str], port: int, core: int, environment: dict[str,
                 if process.poll() is not None or time.monotonic() > deadline:
                     output.seek(0)
                     raise RuntimeError(f"{command[0]} did not start: {output.read()[-500:].decode()}")
-                time.sleep(0.02)
+                time.sleep(0.005)
             yield process.pid
         finally:
             process.send_signal(signal.SIGTERM)
@@ -190,27 +129,21 @@ def started(command: Sequence[str], port: int, core: int, environment: dict[str,
 
 
 @contextlib.contextmanager
-def stub() -> Iterator[int]:
-    """The upstream; yields its port."""
-    port = free_port()
-    with started([sys.executable, str(HERE / "stub.py"), str(port)], port, OTHER_CORE):
-        yield port
-
-
-@contextlib.contextmanager
-def peer(which_one: Peer, upstream: int) -> Iterator[tuple[int, int] | None]:
-    """Port and process id of a running peer; None when it is missing here."""
+def stub() -> Iterator[Running]:
+    """The upstream, compiled from stub.c."""
+    compiler = which("cc") or which("gcc")
+    if compiler is None:
+        raise SystemExit("the benchmarks' upstream is written in C: a C compiler (cc or gcc) is needed")
     with tempfile.TemporaryDirectory() as folder:
+        program = str(Path(folder) / "stub")
+        subprocess.run([compiler, "-O2", "-o", program, str(HERE / "stub.c")], check=True)
         port = free_port()
-        command = which_one.command(Path(folder), port, upstream)
-        if command is None:
-            yield None
-            return
-        with started(command, port, PROXY_CORE, which_one.environment) as pid:
-            yield port, pid
+        with started([program, str(port)], port, OTHER_CORE):
+            yield Running("(direct)", port, port)
 
 
-def body(size: int, stream: bool = False) -> bytes:
+@functools.cache
+def body(size: int) -> bytes:
     """A chat request of about this many bytes, as a client sends it again and again."""
     sentence = "The quick brown fox jumps over the lazy dog and opens src/main.py at line 42. "
     messages = [{"role": "system", "content": "You are a careful programmer."}]
@@ -219,22 +152,35 @@ def body(size: int, stream: bool = False) -> bytes:
         messages.append(
             {"role": "user" if number % 2 else "assistant", "content": f"{number}: " + sentence * min(8, 1 + size // 2000)}
         )
-    return json.dumps({"model": "bench-model", "stream": stream, "messages": messages}).encode()
+    return json.dumps({"model": "bench-model", "messages": messages}).encode()
 
 
-def middle(values: Sequence[float]) -> str:
-    """Median and range."""
-    if not values:
-        return "–"
-    low, mid, high = min(values), statistics.median(values), max(values)
-    digits = 0 if mid >= 100 else 1 if mid >= 10 else 2
-    return f"{mid:,.{digits}f} ({low:,.{digits}f}–{high:,.{digits}f})"
+def asking(wish: str) -> bytes:
+    """The body of a short streaming request that has the stub do something (see stub.c)."""
+    return b'{"model":"bench-model","stream":true,"messages":[{"role":"user","content":"stub=%b"}]}' % wish.encode()
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(str(row[column])) for row in [header, *rows]) for column in range(len(header))]
-    for row in [header, ["-" * width for width in widths], *rows]:
-        print("| " + " | ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+def prepare() -> None:
+    """The measuring process: on the other core, with as many files as it may have."""
+    os.sched_setaffinity(0, {OTHER_CORE})
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+Measure = Callable[[Running], Mapping[str, float]]
+"""Figures of one proxy by the name of their row. An arrow in the name says where better is; a name that begins with `added` is
+given as it was measured, and shown less what was measured on the direct line in the same round."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the things that are measured. once: in the first round only. heavy: not with proxies that it would take minutes.
+    proxies_only: it says nothing of the direct line."""
+
+    measure: Measure
+    once: bool = False
+    heavy: bool = False
+    proxies_only: bool = False
 
 
 def machine() -> str:
@@ -245,3 +191,12 @@ def machine() -> str:
     return (
         f"{time.strftime('%Y-%m-%d')}, {model}, {len(CORES)} cores, Python {sys.version.split()[0]}, load {load:.1f} at the start"
     )
+
+
+def options(told: str | None) -> argparse.ArgumentParser:
+    """What every benchmark takes. told: its docstring."""
+    parser = argparse.ArgumentParser(description=told, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peers", help="names with commas between; all that are installed otherwise")
+    return parser

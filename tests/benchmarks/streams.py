@@ -1,54 +1,62 @@
 """Event streams: CPU per chunk, added delay and boundaries, many at once; paced, as a model talks, and as a flood.
 
-    python tests/benchmarks/streams.py --streams 256 --seconds 5
+    python tests/benchmarks/streams.py --streams 256,800,2000 --seconds 5 --rounds 5
 
-A paced stream sends an event each 20 ms (50 chunks/s). Each event carries the time it was sent; the delay is what the client
-sees later than that, so the direct line is measured as well. Boundaries: the share of chunks that arrive as they were sent.
+A paced stream sends an event each 20 ms; of more than 1,000 streams, each 100 ms, since the client is one core as well. Each event
+carries the time it was sent; the delay is what the client sees later than that, less the same on the direct line. Boundaries: the
+share of chunks that arrive as they were sent. A flood is as fast as the slowest takes it. Head of line: how late the chunks of 64
+streams are while 50 requests of 1 MB a second go through the same proxy.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import re
-import statistics
 import time
-from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import uvloop
-from rig import OTHER_CORE, PEERS, Peer, cpu_seconds, machine, middle, peer, stub, table
+from peers import compare
+from rig import Part, Running, asking, body, memory_mb, options
 
-BODY = b'{"model":"bench-model","stream":true,"messages":[{"role":"user","content":"hello"}]}'
-CHUNK = re.compile(rb"([0-9a-f]+)\r\ndata: [^\n]*\"t\":([0-9.]+)\}\n\n\r\n")
+CHUNK = re.compile(rb'[0-9A-Fa-f]+\r\ndata: [^\n]*"content": ?"[0-9.]+"[^\n]*\n\n\r\n')
+SENT = re.compile(rb'"content": ?"(\d+\.\d{6})"')
+LONGEST = 2_000
+"""Bytes of an event at most, whatever a proxy makes of it: more need not be kept of what came."""
+MANY = 1_000
+BESIDE = 50
+"""Requests of 1 MB a second beside the streams."""
 
 
 class Reader(asyncio.Protocol):
     """One client: notes how late each event comes and whether its chunk is the one that was sent."""
 
     def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
-        self.request, self.done, self.rest = request, done, b""
+        self.request, self.done, self.rest, self.seen = request, done, b"", 0
         self.delays: list[float] = []
-        self.whole = self.events = 0
+        self.unchanged, self.begun = 0, False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.write(self.request)  # type: ignore[attr-defined]
-        self.transport = transport
+        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
         now = time.time()
-        data = self.rest + data
-        end = 0
-        for found in CHUNK.finditer(data):
-            self.whole += 1
-            end = found.end()
-        for sent in re.finditer(rb'"t":([0-9.]+)\}', data):
-            if sent.end() <= max(end, len(data) - 5):
-                self.delays.append(now - float(sent[1]))
-                self.events += 1
-                end = max(end, sent.end())
-        self.rest = data[end:]
-        if b"0\r\n\r\n" in data[-64:] and b"[DONE]" in data[-200:]:
+        if not self.begun and b" 200 " not in data[:20]:
+            self.transport.close()
+            return
+        self.begun = True
+        data, end = self.rest + data, 0
+        for sent in SENT.finditer(data, self.seen):
+            self.delays.append(now - float(sent[1]))
+            self.seen = sent.end()
+        for chunk in CHUNK.finditer(data):
+            self.unchanged += 1
+            end = chunk.end()
+        end = max(end, len(data) - LONGEST)
+        self.rest, self.seen = data[end:], max(0, self.seen - end)
+        if data.endswith(b"\r\n0\r\n\r\n"):
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -56,102 +64,121 @@ class Reader(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def visit(port: int, streams: int, count: int, pause: float) -> list[Reader]:
-    loop = asyncio.get_running_loop()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Stream: {count}@{pause}\r\n"
-    request = head.encode() + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-    readers, waits = [], []
-    for number in range(streams):
-        done = loop.create_future()
-        reader = Reader(request, done)
-        await loop.create_connection(lambda reader=reader: reader, "127.0.0.1", port)  # type: ignore[misc]
-        readers.append(reader)
-        waits.append(done)
-        if number % 20 == 19:
-            await asyncio.sleep(0.02)  # spread over the pause, as clients are
-    await asyncio.gather(*waits)
-    return readers
+@dataclass(frozen=True)
+class Chunks:
+    """What came of a number of streams. cost: CPU µs a chunk. half, late: median and p99 of the delay in ms. unchanged: share of
+    the chunks. rate: chunks a second. memory: KB that an open stream costs."""
+
+    cost: float
+    half: float
+    late: float
+    unchanged: float
+    rate: float
+    memory: float
 
 
-def measure(port: int, pid: int | None, streams: int, count: int, pause: float) -> tuple[float, float, float, float, float]:
-    """CPU µs a chunk, delay p50 and p99 in ms, share of chunks unchanged, chunks/s."""
-    before, started = cpu_seconds(pid) if pid else 0.0, time.perf_counter()
-    readers = uvloop.run(visit(port, streams, count, pause))
-    took = time.perf_counter() - started
-    used = (cpu_seconds(pid) if pid else 0.0) - before
+def measure(one: Running, streams: int, count: int, pause: float, beside: int = 0) -> Chunks:
+    """Has `streams` clients read `count` events each, `pause` seconds apart. Raises RuntimeError when not all arrive in time."""
+    at_rest = memory_mb(one.pid) if one.pid else 0.0
+    before, begun = one.cpu(), time.perf_counter()
+    readers, memory = uvloop.run(_visit(one, streams, count, pause, beside))
+    took, used = time.perf_counter() - begun, one.cpu() - before
     delays = sorted(delay for reader in readers for delay in reader.delays)
-    events = sum(reader.events for reader in readers)
-    if events < streams * count * 0.99:
-        raise RuntimeError(f"only {events} of {streams * count} events arrived")
-    whole = sum(reader.whole for reader in readers)
-    return (
-        used / events * 1e6,
-        delays[len(delays) // 2] * 1e3,
-        delays[int(len(delays) * 0.99)] * 1e3,
-        whole / events,
-        events / took,
+    if len(delays) < streams * count * 0.99:
+        raise RuntimeError(f"only {len(delays)} of {streams * count} events arrived")
+    return Chunks(
+        cost=used / len(delays) * 1e6,
+        half=delays[len(delays) // 2] * 1e3,
+        late=delays[int(len(delays) * 0.99)] * 1e3,
+        unchanged=sum(reader.unchanged for reader in readers) / len(delays),
+        rate=len(delays) / took,
+        memory=(memory - at_rest) * 1024 / streams,
     )
 
 
+async def _visit(one: Running, streams: int, count: int, pause: float, beside: int) -> tuple[list[Reader], float]:
+    loop, request = asyncio.get_running_loop(), one.request(asking(f"{count}@{round(pause * 1e6)}"))
+    readers, waits = [], []
+    others = [asyncio.ensure_future(_ask_on(one, beside / 4)) for _ in range(4 if beside else 0)]
+    for number in range(streams):
+        done = loop.create_future()
+        _, reader = await loop.create_connection(lambda done=done: Reader(request, done), "127.0.0.1", one.port)  # type: ignore[misc]
+        readers.append(reader)
+        waits.append(done)
+        if number % 40 == 39:
+            await asyncio.sleep(0.02)  # spread over the pause, as clients are
+    memory = 0.0
+    if one.pid and streams > MANY:
+        await asyncio.sleep(0.5)  # the last ones are on their way
+        memory = memory_mb(one.pid)
+    await asyncio.wait(waits, timeout=20 + 4 * count * pause)
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    for reader in readers:
+        reader.transport.abort()
+    return readers, memory
+
+
+async def _ask_on(one: Running, rate: float) -> None:
+    """A client that sends a request of 1 MB `rate` times a second on one connection."""
+    loop, request = asyncio.get_running_loop(), one.request(body(1_000_000))
+    reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+    try:
+        due = loop.time()
+        while True:
+            writer.write(request)
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+            await (reader.readexactly(int(length[1])) if length else reader.readuntil(b"\r\n0\r\n\r\n"))
+            due += 1 / rate
+            await asyncio.sleep(due - loop.time())
+    finally:
+        writer.close()
+
+
+def paced(one: Running, streams: int, seconds: float) -> dict[str, float]:
+    pause = 0.1 if streams > MANY else 0.02
+    got = measure(one, streams, max(3, round(seconds / pause)), pause)
+    name = f"{streams:,} streams of {round(1 / pause)} chunks/s"
+    found = {
+        f"added delay p50, {name}, ms ↓": got.half,
+        f"added delay p99, {name}, ms ↓": got.late,
+        f"{name}: chunks unchanged, % ↑": got.unchanged * 100,
+    }
+    if one.pid is not None:
+        found[f"{name}: CPU µs a chunk ↓"] = got.cost
+        if streams > MANY:
+            found[f"{name}: KB a stream ↓"] = got.memory
+    return found
+
+
+def flood(one: Running, streams: int, seconds: float) -> dict[str, float]:
+    got = measure(one, streams, max(40, int(30_000 * seconds / streams)), 0)
+    name = f"{streams:,} floods"
+    cost = {} if one.pid is None else {f"{name}: CPU µs a chunk ↓": got.cost}
+    return {f"{name}: chunks/s ↑": got.rate} | cost
+
+
+def head_of_line(one: Running, seconds: float) -> dict[str, float]:
+    got = measure(one, 64, max(10, round(seconds / 0.02)), 0.02, BESIDE)
+    return {f"chunk p99 beside {BESIDE} requests/s of 1 MB, ms ↓": got.late}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--streams", default="256")
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--peers", default=",".join(one.name for one in PEERS))
-    options = parser.parse_args()
-    os.sched_setaffinity(0, {OTHER_CORE})
-    print(f"streams: {machine()}")
-
-    cases = [(int(number), kind) for number in options.streams.split(",") for kind in ("paced", "flood")]
-    found: dict[tuple[str, int, str], list[tuple[float, ...]]] = defaultdict(list)
-    failed: dict[tuple[str, int, str], str] = {}
-    chosen = [None, *(one for one in PEERS if one.name in options.peers.split(","))]
-    with stub() as upstream:
-        for _ in range(options.rounds):
-            for one in chosen:
-                _round(one, upstream, cases, options.seconds, found, failed)
-
-    rows = []
-    for streams, kind in cases:
-        for one in chosen:
-            key = (one.name if one else "(direct)", streams, kind)
-            if key in failed:
-                rows.append([streams, kind, key[0], failed[key], "", "", "", ""])
-            elif found[key]:
-                cost, half, late, whole, rate = zip(*found[key], strict=True)
-                shown = [
-                    middle(cost) if one else "–",
-                    middle(half),
-                    middle(late),
-                    f"{statistics.median(whole):.1%}",
-                    middle(rate),
-                ]
-                rows.append([streams, kind, key[0], *shown])
-    table(["streams", "kind", "proxy", "CPU µs/chunk", "delay p50 ms", "delay p99 ms", "chunks unchanged", "chunks/s"], rows)
+    asked = parser.parse_args()
+    compare("streams", parts([int(number) for number in asked.streams.split(",")], asked.seconds), asked)
 
 
-def _round(
-    one: Peer | None,
-    upstream: int,
-    cases: list[tuple[int, str]],
-    seconds: float,
-    found: dict[tuple[str, int, str], list[tuple[float, ...]]],
-    failed: dict[tuple[str, int, str], str],
-) -> None:
-    for streams, kind in cases:
-        count, pause = (int(seconds * 50), 0.02) if kind == "paced" else (max(40, int(100_000 * seconds / 4 / streams)), 0)
-        key = (one.name if one else "(direct)", streams, kind)
-        try:
-            if one is None:
-                found[key].append(measure(upstream, None, streams, count, pause))
-                continue
-            with peer(one, upstream) as running:
-                if running is not None:
-                    measure(running[0], running[1], min(streams, 32), 20, 0)  # warm
-                    found[key].append(measure(*running, streams, count, pause))
-        except (RuntimeError, OSError) as error:
-            failed[key] = f"failed: {error}"[:60]
+def parts(numbers: Sequence[int], seconds: float) -> list[Part]:
+    each = [
+        Part(lambda one, kind=kind, number=number: kind(one, number, seconds), heavy=number > MANY)  # type: ignore[misc]
+        for number in numbers
+        for kind in (paced, flood)
+    ]
+    return [*each, Part(lambda one: head_of_line(one, seconds))]
 
 
 if __name__ == "__main__":
