@@ -68,8 +68,9 @@ windows: $(VENV)/.dev  ## renew the table of context windows and prices from its
 dashboard: $(VENV)/.dev  ## write the dashboard's JSON from its code
 	@$(BIN)/python grafana/overview.py
 
-picture: $(VENV)/.dev  ## draw the dashboard over a replayed load (needs Prometheus, npm and Chromium)
+picture: $(VENV)/.dev  ## draw the dashboard over a replayed load, and an explanation (needs Prometheus, npm and Chromium)
 	@$(BIN)/python grafana/picture.py $(ARGS)
+	@$(BIN)/python grafana/explain_picture.py
 
 clean:  ## remove what the targets made
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
