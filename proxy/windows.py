@@ -323,7 +323,6 @@ class Windows:
         self._learned: dict[str, Learned] = {}
         self._discovered: dict[str, int] = {}
         self._real_names: dict[str, str] = {}
-        self._answered: dict[str, str] = {}  # as it was written, so that what every answer says again costs a look
         self._found: dict[str, tuple[Window | None, float]] = {}
 
     def lookup(self, model: str, now: float) -> Window | None:
@@ -366,10 +365,8 @@ class Windows:
 
     def answered_as(self, model: str, real: str) -> None:
         """Remember which model answered to a name: an Azure deployment, or a gateway's alias."""
-        if self._answered.get(model) == real:
+        if self._real_names.get(model) == real:  # most names are written as they are kept, and most answers say it again
             return
-        if len(model) <= NAME_LIMIT and len(real) <= NAME_LIMIT:
-            _remember(self._answered, model, real, NAMES_KEPT)
         key, name = _key(model), real[:NAME_LIMIT]
         if name and _key(name) != key and self._real_names.get(key) != name:
             _remember(self._real_names, key, name, NAMES_KEPT)
