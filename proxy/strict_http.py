@@ -35,8 +35,6 @@ class StrictHttp(HttpToolsProtocol):
     pipeline: Any
     _deadline: asyncio.TimerHandle | None = None
     _in_head = True
-    _fields = 0
-    _head_bytes = 0
     _silent_bytes = 0
     _progress = 0
     _running: Any = None
@@ -76,26 +74,14 @@ class StrictHttp(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head = True
-        self._fields = self._head_bytes = 0
         self._progress += 1
         super().on_message_begin()
 
-    def on_url(self, url: bytes) -> None:
-        self._head_bytes += len(url)
-        if self._head_bytes > MAX_HEAD_BYTES:
-            raise _BadRequest
-        super().on_url(url)
-
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._fields += 1
-        self._head_bytes += len(name) + len(value) + 4
-        if self._fields > MAX_FIELDS or self._head_bytes > MAX_HEAD_BYTES:
-            raise _BadRequest
         if self._in_head:  # what comes later is a trailer: dropped
-            name = name.lower()
-            if name == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
-            self.headers.append((name, value))
+            if len(self.headers) >= MAX_FIELDS:
+                raise _BadRequest
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -167,12 +153,18 @@ class StrictHttp(HttpToolsProtocol):
         self._idle_since = None
 
     def _check_head(self, version: str, method: bytes) -> None:
-        hosts = 0
+        hosts, size = 0, len(self.url)
         for name, value in self.headers:
+            size += len(name) + len(value) + 4
             if name == b"host":
                 hosts += 1
-            elif name == b"transfer-encoding" and (version == "1.0" or value.strip().lower() != b"chunked"):
-                raise _BadRequest
+            elif name == b"transfer-encoding":
+                if version == "1.0" or value.strip().lower() != b"chunked":
+                    raise _BadRequest
+            elif name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+        if size > MAX_HEAD_BYTES:  # of a head that came in one read; a longer one is refused before it ends
+            raise _BadRequest
         if hosts != 1 and (hosts > 1 or version != "1.0"):
             raise _BadRequest
         if version != "1.1" and version != "1.0":

@@ -89,7 +89,7 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.pieces: deque[bytes] = deque()
-        self.held = self.silent = self.fields = self.field_bytes = self.interim = 0
+        self.held = self.silent = self.interim = 0
         self.answered = self.headed = self.finished = self.reusable = self.dirty = self.until_close = False
         self.failure: UpstreamError | None = None
 
@@ -153,11 +153,9 @@ class _Connection(asyncio.Protocol):
             self.dirty = True
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.fields += 1
-        self.field_bytes += len(name) + len(value)
-        if self.fields > MAX_FIELDS or self.field_bytes > MAX_SILENT_BYTES:
-            raise _Refused
         if not self.headed:  # what comes later is a trailer: dropped
+            if len(self.headers) >= MAX_FIELDS:
+                raise _Refused
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
@@ -169,8 +167,9 @@ class _Connection(asyncio.Protocol):
             return
         if status > 599 or self.parser.get_http_version() not in ("1.1", "1.0"):
             raise _Refused
-        framed = False
+        framed, size = False, 0
         for name, value in self.headers:
+            size += len(name) + len(value)
             match name.lower():
                 case b"content-length":
                     framed = True
@@ -178,6 +177,8 @@ class _Connection(asyncio.Protocol):
                     if value.strip().lower() != b"chunked":
                         raise _Refused
                     framed = True
+        if size > MAX_SILENT_BYTES:  # of a head that came in one read; a longer one is given up before it ends
+            raise _Refused
         self.status, self.headed = status, True
         if self.bodiless:  # the parser does not know that this answers a HEAD, so it cannot be used again
             self.finished = True
@@ -189,7 +190,6 @@ class _Connection(asyncio.Protocol):
         if status < 100 or status == 101 or self.interim > MAX_INTERIM:
             raise _Refused
         self.headers.clear()
-        self.fields = self.field_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         if self.finished:
