@@ -123,15 +123,18 @@ Start = Callable[..., AbstractAsyncContextManager[Product]]
 
 @pytest.fixture
 def start() -> Start:
-    """Starts the product in front of an upstream: `async with start(url, **settings of `upstream`) as product`."""
+    """Starts the product in front of an upstream: `async with start(url, **settings of `upstream`) as product`.
+
+    sections: of the configuration beside `upstream` and `server`.
+    """
 
     @asynccontextmanager
     async def starting(
-        url: str, *, server: dict[str, Any] | None = None, models: dict[str, Any] | None = None, **upstream: Any
+        url: str, *, server: dict[str, Any] | None = None, sections: dict[str, Any] | None = None, **upstream: Any
     ) -> AsyncIterator[Product]:
         settings = {"upstream": {"url": url, **upstream}, "compaction": {"discovery": False}}
         # requests are as odd as can be here, also in what they call us
-        settings |= {"server": {"allowed_hosts": ["*"], **(server or {})}, "models": models or {}}
+        settings |= {"server": {"allowed_hosts": ["*"], **(server or {})}, **(sections or {})}
         config = load(settings, environment={})
         built = build_app(config)
         async with running(built.proxy, built.admin, header_timeout=config.server.header_timeout) as addresses:

@@ -107,11 +107,14 @@ async def test_a_client_that_leaves_while_we_connect_is_forgotten(start: Start, 
         await settled(lambda: open_files() <= before)
 
 
+LONG = json.dumps({"model": "m", "messages": agent_session(400, words=400)}).encode()
+NARROW = {"models": {"m": {"window": 20_000}}}
+
+
 async def test_a_client_that_leaves_while_we_compact_never_gets_upstream(toxic: Toxic, start: Start) -> None:
-    body = json.dumps({"model": "m", "messages": agent_session(400, words=400)}).encode()
-    async with start(toxic.url, models={"m": {"window": 20_000}}) as product:
+    async with start(toxic.url, sections=NARROW) as product:
         for stay in (0.0, 0.002, 0.01):
-            _, writer = await product.raw(request(body=body))
+            _, writer = await product.raw(request(body=LONG))
             await writer.drain()
             await asyncio.sleep(stay)
             leave(writer, "RST")
@@ -120,6 +123,21 @@ async def test_a_client_that_leaves_while_we_compact_never_gets_upstream(toxic: 
         assert (await product.post()).content == completion()
 
     assert [received.body for received in toxic.requests if received.complete] == [BODY]
+
+
+@pytest.mark.parametrize("how", ["FIN", "RST"])
+async def test_a_client_that_leaves_while_a_summary_is_written_never_gets_upstream(toxic: Toxic, start: Start, how: str) -> None:
+    async with Toxic("slow_headers") as writer_model:
+        summarizer = {"mode": "anchored", "base_url": writer_model.url, "model": "w", "wait_ms": 60_000}
+        async with start(toxic.url, sections={**NARROW, "summarizer": summarizer}) as product:
+            _, writer = await product.raw(request(body=LONG))
+            await settled(lambda: bool(writer_model.requests))
+            assert await inflight(product) == 1
+
+            leave(writer, how)
+
+            await settled_inflight(product)
+    assert toxic.requests == []
 
 
 async def test_a_client_that_leaves_a_queue_of_requests_ends_them_all(toxic: Toxic, product: Product) -> None:
