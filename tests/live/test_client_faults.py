@@ -214,11 +214,14 @@ async def test_each_accepted_request_is_exactly_one_upstream_and_nothing_ambiguo
         for vector in VECTORS:
             if vector["raw"] is None:
                 continue
-            toxic.requests.clear()
-            answer = await poke(product.address[1], vector["raw"].encode("latin-1"), 0.05)
             accepted = vector["status"].count("200")
-            assert len(toxic.requests) == accepted, vector["name"]
-            assert len(re.findall(rb"HTTP/1\.1 200 ", answer)) == accepted, vector["name"]
+            for patience in (0.05, 1.0):  # a slow machine may need the second try
+                toxic.requests.clear()
+                answer = await poke(product.address[1], vector["raw"].encode("latin-1"), patience)
+                got = len(toxic.requests), len(re.findall(rb"HTTP/1\.1 200 ", answer))
+                if got == (accepted, accepted):
+                    break
+            assert got == (accepted, accepted), vector["name"]
             for received in toxic.requests:
                 lengths = [value for name, value in received.headers if name == b"content-length"]
                 codings = [value for name, value in received.headers if name == b"transfer-encoding"]
