@@ -53,7 +53,8 @@ class CriticalItems:
 class CompactionResult:
     """tokens_before − tokens_after == sum of `saved` over the reports. reason: why it could not reach the target, None when it
     did: `floor` (what cannot be removed is too large), `no_gain` (nothing worth while, the conversation is as it came),
-    `deadline`, `target` (smaller, but not that small). stages: (layer, conversation after it) of the layers that changed it."""
+    `deadline`, `target` (smaller, but not that small). stages: (layer, conversation after it) of the layers that changed it.
+    checking: seconds that went into checking the layers' work and mending it."""
 
     conversation: Conversation
     tokens_before: int
@@ -62,6 +63,7 @@ class CompactionResult:
     critical: CriticalItems = CriticalItems()
     reason: str | None = None
     stages: tuple[tuple[str, Conversation], ...] = field(default=(), repr=False)
+    checking: float = field(default=0.0, compare=False)
 
     @property
     def layers(self) -> tuple[str, ...]:

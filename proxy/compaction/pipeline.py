@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -178,7 +179,8 @@ def _joined(first: CompactionResult, more: CompactionResult) -> CompactionResult
     notable = [report for report in more.reports if report.saved or report.refused]
     critical = replace(first.critical, lost=first.critical.lost + more.critical.lost)
     reports, stages = (*first.reports, *notable), (*first.stages, *more.stages)
-    return replace(more, tokens_before=first.tokens_before, reports=reports, critical=critical, stages=stages)
+    checking = first.checking + more.checking
+    return replace(more, tokens_before=first.tokens_before, reports=reports, critical=critical, stages=stages, checking=checking)
 
 
 def compact_in_place(messages: list[Message], budget: Budget, pipeline: Sequence[Layer], **options: Any) -> CompactionResult:
@@ -205,6 +207,7 @@ class _Event:
         self._rules, self._repair, self._hard = rules, repair, hard
         self._needles: tuple[Needle, ...] | None = None
         self._violations: Counter[str] | None = None
+        self._checking = 0.0
 
     def run(self, pipeline: Sequence[Layer], stop: Stop) -> CompactionResult:
         if self._floor > self._budget.usable:
@@ -280,15 +283,22 @@ class _Event:
             return (
                 _noted(state, layer, refused="size") if begin is state.conversation else _noted(state, layer, skipped="no_gain")
             )
+        started = time.perf_counter()
+        try:
+            return self._checked(layer, begin, made, tokens, state)
+        finally:
+            self._checking += time.perf_counter() - started
+
+    def _checked(self, layer: Layer, begin: Conversation, made: Conversation, tokens: int, state: _State) -> _State:
+        """The state with the layer's work, or a report of the rule that it breaks.
+
+        What critical facts it lost is put back; when that cannot be, the layer is refused (the last resort is not).
+        """
         rule = self._broken(made, layer)
         if rule is not None:
             return _noted(state, layer, refused="structure", skipped=rule)
         if size_of(made) > size_of(self._came):
             return _noted(state, layer, refused="size", skipped="bytes")
-        return self._checked(layer, begin, made, tokens, state)
-
-    def _checked(self, layer: Layer, begin: Conversation, made: Conversation, tokens: int, state: _State) -> _State:
-        """What critical facts the layer lost is put back; when that cannot be, the layer is refused (the last resort is not)."""
         last_resort = is_last_resort(layer)
         if self._needles is None:
             room = min(max(_QUOTES * self._budget.target, _LEAST_QUOTES), (self._budget.target - self._floor) / 2)
@@ -368,7 +378,12 @@ class _Event:
     def _result(self, state: _State, reason: str | None) -> CompactionResult:
         if self._before <= self._budget.usable and state.tokens > _GAIN * self._before:
             return CompactionResult(
-                self._came, self._before, self._before, _undone(state.reports, self._before), reason=reason or "no_gain"
+                self._came,
+                self._before,
+                self._before,
+                _undone(state.reports, self._before),
+                reason=reason or "no_gain",
+                checking=self._checking,
             )
         wanted = [needle for needle in self._needles or () if needle.kind != "reference"]
         lost = sum(1 for needle in wanted if needle.key in state.lost)
@@ -376,7 +391,9 @@ class _Event:
         critical = CriticalItems(len(wanted) - lost - repaired, repaired, lost)
         if reason is None and state.tokens > self._aim:
             reason = "floor" if self._budget.target > self._aim else "target"
-        return CompactionResult(state.conversation, self._before, state.tokens, state.reports, critical, reason, state.stages)
+        return CompactionResult(
+            state.conversation, self._before, state.tokens, state.reports, critical, reason, state.stages, self._checking
+        )
 
 
 def _undone(reports: Sequence[LayerReport], tokens: int) -> tuple[LayerReport, ...]:
