@@ -429,4 +429,6 @@ def _check_circle(config: Config) -> None:
         is_loopback(host) and (own.host in EVERYWHERE or (is_loopback(own.host) and "localhost" in (host, own.host)))
     )
     if here and (upstream.port or (443 if upstream.scheme == "https" else 80)) == own.port:
-        raise ConfigError(f"upstream.url {config.upstream.url!r} is where this proxy itself listens: name the server behind it")
+        raise ConfigError(
+            f"upstream.url {config.upstream.url!r} is where this proxy itself would listen: give it another port (--port)"
+        )

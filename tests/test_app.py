@@ -50,7 +50,7 @@ def test_what_exposes_no_key_may_listen_anywhere(settings: dict[str, Any]) -> No
     ],
 )
 def test_a_proxy_that_is_its_own_upstream_does_not_start(url: str, host: str) -> None:
-    with pytest.raises(ConfigError, match="is where this proxy itself listens"):
+    with pytest.raises(ConfigError, match="is where this proxy itself would listen"):
         check(load({"upstream": url, "server": {"host": host}}, {}))
 
 
