@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import codecs
 import functools
 import json
 import shutil
@@ -422,6 +423,7 @@ def _bodies(options: argparse.Namespace) -> Iterator[Body]:
         data = sys.stdin.buffer.read() if options.file == "-" else Path(options.file).read_bytes()
     except OSError as error:
         raise Failure(f"cannot read {options.file}: {error.strerror}") from None
+    data = data.removeprefix(codecs.BOM_UTF8)  # as editors on Windows write it
     name = "stdin" if options.file == "-" else options.file
     found = [(data.strip(), name)] if _is_one(data) else _lines(data, name)
     for done, (raw, place) in enumerate(found, 1):

@@ -6,6 +6,7 @@ The only room that reads the environment and the configuration file.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -327,7 +328,7 @@ def _merge(into: dict[str, Any], source: Mapping[str, Any]) -> None:
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """`COMPACTION_SUMMARIZER__MODE=anchored` → {"summarizer": {"mode": "anchored"}}."""
+    """`COMPACTION_SUMMARIZER__MODE=anchored` → {"summarizer": {"mode": "anchored"}}; a mapping may be given as JSON."""
     nested: dict[str, Any] = {}
     for name, value in sorted(environment.items()):
         if not name.startswith(PREFIX) or name in (PREFIX + "CONFIG", PREFIX + "SHARED"):
@@ -336,13 +337,23 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         words = name.removeprefix(PREFIX).split("__")
         for word in words[:-1]:
             key = _spelled(group, word, name)
+            if key == "models":  # no variable can be named after every model
+                raise ConfigError(f'{name}: takes JSON, {PREFIX}MODELS={{"NAME": {{"window": 32768}}}}')
             child = _group(group, key)
             if isinstance(here.get(key), str):
                 here[key] = {"url": here[key]}
             here = here.setdefault(key, {})
             group = child
-        here[_spelled(group, words[-1], name)] = value
+        here[_spelled(group, words[-1], name)] = _from_json(value) if value.startswith("{") else value
     return nested
+
+
+def _from_json(value: str) -> Any:
+    """The mapping, or the text where it is none: what is wrong is then said of its key."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def _spelled(group: Any, word: str, name: str) -> str:

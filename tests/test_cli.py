@@ -93,6 +93,15 @@ def test_count_counts_by_message_and_part() -> None:
     assert counted["tools"] == 0
 
 
+def test_a_file_as_windows_writes_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "bodies.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join([chat([user("hi")]), chat([user("hi there")])]) + b"\r\n")
+
+    done = run("count", str(path), "--json")
+
+    assert [json.loads(line)["tokens"] for line in done.stdout.splitlines()] == [8, 9]
+
+
 def test_count_prints_a_table_for_people() -> None:
     told = run("count", "-", stdin=chat([user("hello world")])).stdout.decode()
 

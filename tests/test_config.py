@@ -82,6 +82,43 @@ def test_client_keys_are_a_list_separated_by_commas() -> None:
     assert load(environment={"COMPACTION_CLIENT_KEYS": "one, two"}).client_keys == ("one", "two")
 
 
+def test_the_environment_takes_mappings_as_json(tmp_path: Path) -> None:
+    path = file(tmp_path, "models: {a: {window: 1000}, b: {window: 2000}}")
+    environment = {
+        "COMPACTION_MODELS": '{"b": {"window": 3000}, "qwen*": {"window": 32768, "price": {"input": 1, "output": 2}}}',
+        "COMPACTION_COMPACTION__LAYERS": '{"microcompact": {"keep_recent": 4}}',
+        "COMPACTION_SERVER": '{"port": 1, "admin_port": 2}',
+        "COMPACTION_SERVER__PORT": "3",
+        "COMPACTION_UPSTREAM__API_KEY": "{no JSON",
+    }
+
+    config = load(environment=environment, file=path)
+
+    assert {name: model.window for name, model in config.models.items()} == {"a": 1000, "b": 3000, "qwen*": 32768}
+    assert config.compaction.layers == {"microcompact": {"keep_recent": 4}}
+    assert (config.server.port, config.server.admin_port) == (3, 2)
+    assert config.upstream.api_key == "{no JSON"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("COMPACTION_MODELS", '{"m": ', """wrong value for `models`: got '{"m": '; it takes a mapping of settings"""),
+        ("COMPACTION_MODELS", '{"m": {"windw": 1}}', "unknown setting `models.m.windw`; did you mean `window`?"),
+        (
+            "COMPACTION_MODELS__QWEN__WINDOW",
+            "5",
+            """COMPACTION_MODELS__QWEN__WINDOW: takes JSON, COMPACTION_MODELS={"NAME": {"window": 32768}}""",
+        ),
+    ],
+)
+def test_a_wrong_mapping_of_the_environment_is_named(name: str, value: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load(environment={name: value})
+
+    assert str(raised.value) == said
+
+
 def test_allowed_hosts_are_a_list_separated_by_commas_too() -> None:
     config = load(environment={"COMPACTION_SERVER__ALLOWED_HOSTS": "llm.example.com, *.example.org,fd00::1"})
 
