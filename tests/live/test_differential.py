@@ -103,7 +103,7 @@ async def test_what_both_let_through_of_a_damaged_request_is_the_same(
     async with oracle(other, toxic.port, tmp_path) as theirs, start(toxic.url) as product:
         for _ in range(volume(80, 5_000)):
             sent = mutated(chance)
-            for patience in (0.03, 1.0):  # a slow machine may need the second try
+            for patience in (0.03, 0.3, 1.0):  # a slow machine may need another try
                 results = [await through(port, sent, toxic, patience) for port in (theirs, product.address[1])]
                 if None in results or results[0] == results[1]:
                     break
@@ -116,6 +116,7 @@ async def test_what_both_let_through_of_a_damaged_request_is_the_same(
 
 async def through(port: int, sent: bytes, toxic: Toxic, patience: float) -> list[tuple[str, bytes, bytes]] | None:
     """Method, target and body of the requests that came out of these bytes; None when they were refused."""
+    await asyncio.sleep(patience if patience > 0.1 else 0)  # what an impatient try left on its way does not count
     toxic.requests.clear()
     answer = await poke(port, sent, patience)
     if re.search(rb"HTTP/1\.[01] [45]", answer):
