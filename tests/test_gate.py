@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -289,9 +290,11 @@ def browse(pages: Pages, name: str, target: str, profile: Path) -> None:
     url = pages.url.replace("127.0.0.1", name)
     process = subprocess.Popen([*command, url], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
-        pages.done.wait()
+        while not pages.done.wait(0.5):
+            assert process.poll() is None, "the browser has ended before it was done"
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait()
 
 
