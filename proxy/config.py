@@ -137,7 +137,7 @@ class Summarizer(Settings, frozen=True):
 class Store(Settings, frozen=True):
     """Where checkpoints are kept. url: memory://, sqlite:///PATH or redis://HOST:PORT/DB; with several workers and none set, a
     file in the state directory. ttl_s: seconds without use. max_bytes: of the memory, and of the file. encrypt_key: seals what
-    leaves the process.
+    leaves the process, and is part of what summaries are sealed with, beside the caller's credential.
     """
 
     url: str = "memory://"

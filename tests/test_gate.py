@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 import pytest
 from builders import chat, user
 from fakes import ScriptedUpstream
+from hypothesis import given
+from hypothesis import strategies as st
 from running import RunningProxy, read_all, running_proxy, send
 
 from proxy.app import build_app
@@ -97,6 +99,11 @@ def test_a_page_from_elsewhere_is_refused_and_told_the_setting(fields: dict[str,
 
     assert said is not None
     assert "server.allowed_hosts (COMPACTION_SERVER__ALLOWED_HOSTS)" in said
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"host", b"origin", b"sec-fetch-site", b"sec-fetch-mode"]), st.binary(max_size=30))))
+def test_whatever_the_headers_hold_there_is_a_decision(headers: list[tuple[bytes, bytes]]) -> None:
+    assert isinstance(GATE.refusal(headers), str | None)
 
 
 def test_pages_without_an_origin_can_be_allowed_by_that_word() -> None:
