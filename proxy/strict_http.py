@@ -20,6 +20,8 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 200
 MAX_PIPELINED = 16
 """Requests that may wait behind one another on a connection before we stop reading it. Hardly any client sends two."""
+MOST_PIPELINED = 1_000
+"""The same for what one read brings, which may be ten thousand: each takes 2.5 KB, ninety times what it says."""
 
 
 class _BadRequest(Exception):
@@ -101,6 +103,8 @@ class StrictHttp(HttpToolsProtocol):
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, self.app)
             return
+        if len(self.pipeline) >= MOST_PIPELINED:
+            raise _BadRequest
         self.pipeline.appendleft((cycle, self.app))
         if len(self.pipeline) >= MAX_PIPELINED:  # until then we read on, and so see the client leave
             self.flow.pause_reading()
@@ -130,7 +134,8 @@ class StrictHttp(HttpToolsProtocol):
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        self.flow.resume_reading()
+        if len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import pytest
 from running import read_all
 
 from proxy import server
+from proxy.cycle import Cycle
 from proxy.server import CannotListen, bind, running
 
 pytestmark = pytest.mark.anyio
@@ -266,6 +268,56 @@ async def test_every_waiting_request_of_a_client_that_leaves_is_told(app: Record
         await asyncio.sleep(0.02)
         writer.transport.abort()
         await settled(lambda: app.left == [b"/slow"])
+
+
+# What is held, and for how long
+
+
+def cycles() -> int:
+    """Requests that are held, under way or waiting."""
+    gc.collect()
+    return sum(isinstance(each, Cycle) for each in gc.get_objects())
+
+
+async def test_no_more_requests_are_taken_in_while_too_many_wait() -> None:
+    turns = asyncio.Semaphore(0)
+
+    async def answer(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await turns.acquire()
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+    async with client(answer) as (reader, writer):
+        before = cycles()
+        writer.write(GET * 30)
+        await asyncio.sleep(0.05)
+        writer.write(GET * 100)
+        await asyncio.sleep(0.05)
+        for _ in range(5):
+            turns.release()
+            await reader.readexactly(40)
+        await asyncio.sleep(0.05)
+        waiting = cycles() - before
+
+        for _ in range(125):
+            turns.release()
+            await reader.readexactly(40)
+
+    assert waiting == 25
+
+
+async def test_requests_by_the_thousand_are_refused(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        await settled(lambda: len(app.seen) == 1)
+        writer.write(GET * 5_000)
+        await asyncio.sleep(0.1)
+        app.gate.set()
+        answer, connection = await until_quiet(reader)
+
+    assert (statuses(answer), connection) == (["200"], "closed")
+    assert len(app.seen) == 1
 
 
 # Two listeners, start and end
