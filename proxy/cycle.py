@@ -34,9 +34,9 @@ class Cycle:
     """A request and its answer; what the app finds under CLIENT in its scope."""
 
     __slots__ = (
-        "_chunked", "_end_told", "_flow", "_flusher", "_head", "_held", "_left_to_send", "_loop", "_on_left", "_on_response",
-        "_pieces", "_transport", "_until_close", "_waiter", "body_timeout", "disconnected", "keep_alive", "more_body",
-        "response_complete", "response_started", "scope", "waiting_for_100_continue",
+        "_chunked", "_end_told", "_flow", "_flusher", "_head", "_held", "_left_to_send", "_looking", "_loop", "_on_left",
+        "_on_response", "_pieces", "_transport", "_until_close", "_waiter", "body_timeout", "disconnected", "keep_alive",
+        "more_body", "response_complete", "response_started", "scope", "waiting_for_100_continue",
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +58,7 @@ class Cycle:
         self.body_timeout: float | None = None
         self._pieces: deque[bytes] = deque()
         self._held = 0
-        self._end_told = self._until_close = False
+        self._end_told = self._until_close = self._looking = False
         self._waiter: asyncio.Future[None] | None = None
         self._on_left: Callable[[], None] | None = None
         self._chunked: bool | None = None
@@ -76,7 +76,7 @@ class Cycle:
         self._held += len(piece)
         if self._held > READ_AHEAD and not self._flow.read_paused:
             self._flow.pause_reading()
-            self._loop.call_later(LOOK_EVERY, self._look)
+            self._look_later()
         self.set()
 
     def end_body(self) -> None:
@@ -94,8 +94,14 @@ class Cycle:
         if self._on_left is not None:
             self._on_left()
 
+    def _look_later(self) -> None:
+        if not self._looking:  # an upload stops and goes on a thousand times a second
+            self._looking = True
+            self._loop.call_later(LOOK_EVERY, self._look)
+
     def _look(self) -> None:
         """Whether the client has left, behind all that it has sent and we have not read."""
+        self._looking = False
         if self.response_complete or self.disconnected or not self._flow.read_paused or self._transport.is_closing():
             return
         there = select.poll()
@@ -103,7 +109,7 @@ class Cycle:
         if there.poll(0):
             self._transport.abort()
         else:
-            self._loop.call_later(LOOK_EVERY, self._look)
+            self._look_later()
 
     @property
     def message_event(self) -> Cycle:

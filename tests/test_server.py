@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from running import read_all
 
-from proxy import server
+from proxy import cycle, server
 from proxy.cycle import Cycle
 from proxy.server import CannotListen, bind, running
 
@@ -318,6 +318,33 @@ async def test_requests_by_the_thousand_are_refused(app: Recorder) -> None:
 
     assert (statuses(answer), connection) == (["200"], "closed")
     assert len(app.seen) == 1
+
+
+async def test_a_client_behind_an_upload_that_stops_and_goes_on_is_looked_for_once_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cycle, "LOOK_EVERY", 0.05)
+    looks, look = 0, Cycle._look
+
+    def counted(self: Cycle) -> None:
+        nonlocal looks
+        looks += 1
+        look(self)
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        while scope["type"] == "http" and (await receive())["type"] != "http.disconnect":
+            await asyncio.sleep(0.0005)
+
+    monkeypatch.setattr(Cycle, "_look", counted)
+    async with client(slow) as (_, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000000\r\n\r\n")
+        started = asyncio.get_running_loop().time()
+        for _ in range(800):
+            writer.write(b"x" * 262_144)
+            await writer.drain()
+        took = asyncio.get_running_loop().time() - started
+
+    assert 0 < looks <= took / 0.05 + 1
 
 
 # Two listeners, start and end
