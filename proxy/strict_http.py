@@ -155,7 +155,7 @@ class StrictHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _unset_keepalive_if_required(self) -> None:
-        self._idle_since = None
+        """Bytes alone end no idleness: they may be no request, or the rest of one that was answered before it was whole."""
 
     def _check_head(self, version: str, method: bytes) -> None:
         hosts, size = 0, len(self.url)
@@ -181,7 +181,7 @@ class StrictHttp(HttpToolsProtocol):
             raise _BadRequest
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._running = cycle
+        self._running, self._idle_since = cycle, None
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:

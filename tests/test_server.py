@@ -347,6 +347,40 @@ async def test_a_client_behind_an_upload_that_stops_and_goes_on_is_looked_for_on
     assert 0 < looks <= took / 0.05 + 1
 
 
+async def hasty(scope: Any, receive: Any, send: Any) -> None:
+    """Answers before the body is there."""
+    if scope["type"] == "http":
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"no"})
+
+
+@pytest.mark.parametrize("rest", [b"67890", b"6789", b"67890\r\n"])
+async def test_what_comes_after_an_answer_and_is_no_request_does_not_keep_the_connection(
+    rest: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 0.2)
+
+    async with client(hasty) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n12345")
+        await reader.readuntil(b"no")
+        writer.write(rest)
+
+        assert await until_quiet(reader, 5.0) == (b"", "closed")
+
+
+async def test_a_request_under_way_outlasts_the_time_for_idle_connections(app: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 0.2)
+
+    async with client(app) as (reader, writer):
+        writer.write(GET)
+        await reader.readuntil(b"ok")
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.5)
+        app.gate.set()
+
+        assert statuses(await reader.readuntil(b"ok")) == ["200"]
+
+
 # Two listeners, start and end
 
 
