@@ -267,6 +267,7 @@ class Cycle:
         if self._left_to_send != 0:
             raise RuntimeError("the body is shorter than its content-length")
         self.response_complete = True
+        self._pieces.clear()  # the connection keeps its last request until the next one
         self.set()
         if not self.keep_alive:
             self._transport.close()

@@ -22,6 +22,7 @@ import pytest
 from running import read_all
 
 from proxy import cycle, server
+from proxy.arrivals import CLIENT
 from proxy.cycle import Cycle
 from proxy.server import CannotListen, bind, running
 
@@ -379,6 +380,20 @@ async def test_a_request_under_way_outlasts_the_time_for_idle_connections(app: R
         app.gate.set()
 
         assert statuses(await reader.readuntil(b"ok")) == ["200"]
+
+
+async def test_a_body_that_nobody_read_is_not_kept_behind_its_answer() -> None:
+    scopes: list[Any] = []
+
+    async def refusing(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append(scope)
+        await hasty(scope, receive, send)
+
+    async with client(refusing) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + b"x" * 50_000)
+        await reader.readuntil(b"no")
+
+    assert sum(map(len, scopes[-1]["extensions"][CLIENT]._pieces)) == 0
 
 
 # Two listeners, start and end
