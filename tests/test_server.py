@@ -396,6 +396,28 @@ async def test_a_body_that_nobody_read_is_not_kept_behind_its_answer() -> None:
     assert sum(map(len, scopes[-1]["extensions"][CLIENT]._pieces)) == 0
 
 
+async def test_a_body_in_chunks_of_two_bytes_is_handed_on_in_larger_pieces() -> None:
+    sizes: list[int] = []
+
+    async def counting(scope: Any, receive: Any, send: Any) -> None:
+        more = scope["type"] == "http"
+        while more:
+            message = await receive()
+            sizes.append(len(message["body"]))
+            more = message["more_body"]
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+    async with client(counting) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(b"2\r\nxy\r\n" * 100_000 + b"0\r\n\r\n")
+        await reader.readuntil(b"ok")
+
+    assert sum(sizes) == 200_000
+    assert len(sizes) < 2_000
+
+
 # Two listeners, start and end
 
 
