@@ -41,7 +41,8 @@ def short(value: float) -> str:
     size = abs(value)
     if size >= 10_000:
         return f"{value / 1000:.1f}k"
-    return f"{value:,.{0 if size >= 100 else 1 if size >= 10 else 2}f}"
+    digits = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 3
+    return f"{value:,.{digits}f}"
 
 
 def middle(values: Sequence[float]) -> str:
