@@ -291,7 +291,8 @@ def compare(told: str, parts: Sequence[Part], asked: argparse.Namespace, often: 
                     if number == 0:
                         versions.append(f"{peer.name} {peer.version()}")
     print(f"{told}: {head}.")
-    print(f"Versions: {', '.join(versions)}. Median (min–max) of {asked.rounds} rounds; × is ours by theirs.\n")
+    print(f"Versions: {', '.join(versions)}. Load by {'wrk' if which('wrk') else 'a client in Python (wrk is not installed)'}.")
+    print(f"Median (min–max) of {asked.rounds} rounds; × is ours by theirs.\n")
     sheet.show(OURS, upstream.name)
     print()
     for line in [f"Not installed, not measured: {name}." for name in missing] + [f"Failed: {line}." for line in failed.values()]:
