@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import msgspec
 
 from proxy import overflow
-from proxy.arrivals import Headers, Send, header
+from proxy.arrivals import Client, Headers, Send, header
 from proxy.decisions import Decision
 from proxy.errors import ClientError, Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, saved
+from proxy.transport import Sink
 from proxy.upstream import Answer
 from proxy.wire import slices
 from proxy.wire.sse import WHOLE, UsageTap
@@ -87,6 +89,10 @@ class Replay:
         pending, self._pending = self._pending, None
         return await (self._answer.next() if pending is None else pending)
 
+    def pour(self, sink: Sink) -> Awaitable[bool] | None:
+        held = self._ended or self._pending is not None or self._next < len(self._pieces)
+        return None if held else self._answer.pour(sink)
+
     @property
     def ended(self) -> bool:
         return self._ended and self._next >= len(self._pieces)
@@ -129,6 +135,9 @@ class Edited:
             raise self._ended
         return b""
 
+    def pour(self, sink: Sink) -> None:
+        return None
+
     @property
     def ended(self) -> bool:
         return False  # what the editor holds back comes after the answer's end
@@ -161,6 +170,16 @@ def fed(tap: UsageTap, chunk: bytes) -> UsageTap | None:
         tap.feed(chunk)
         return tap
     return None
+
+
+async def poured(source: Answer | Replay | Edited, client: Client, pass_on: Sink) -> bool:
+    """Whether the rest of an answer went to the client as it came, without waking us for each piece; else it is yet to be
+    fetched. pass_on: sends a piece, and says whether the client's socket takes more. Raises UpstreamError."""
+    while (rest := source.pour(pass_on)) is not None:
+        if await rest:
+            return True
+        await client.drain()
+    return False
 
 
 def _has_event(pieces: list[bytes]) -> bool:

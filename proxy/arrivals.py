@@ -36,6 +36,14 @@ class Client(Leaves, Protocol):
 
     body_timeout: float | None
 
+    def put(self, piece: bytes) -> bool:
+        """Sends a piece of an answer that has begun and has no length, at once; whether the client's socket takes more."""
+        ...
+
+    async def drain(self) -> None:
+        """Waits while the client's socket is full."""
+        ...
+
 
 def client_of(scope: Scope) -> Client | None:
     """None under a server that is not ours."""

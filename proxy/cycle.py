@@ -197,8 +197,8 @@ class Cycle:
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Takes an ASGI message; waits while the client's socket is full."""
-        if self._flow.write_paused and not self.disconnected:
-            await self._flow.drain()
+        if self._flow.write_paused:
+            await self.drain()
         if self.disconnected:
             return
         kind = message["type"]
@@ -209,6 +209,18 @@ class Cycle:
             self._start(message["status"], message.get("headers", ()))
         else:
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
+
+    def put(self, piece: bytes) -> bool:
+        """What `send` does with a piece of the body that is not the last, at once; whether the socket takes more."""
+        if self.disconnected:
+            return True
+        self._send_body(piece, more=True)
+        return not self._flow.write_paused
+
+    async def drain(self) -> None:
+        """Waits while the client's socket is full."""
+        if self._flow.write_paused and not self.disconnected:
+            await self._flow.drain()
 
     def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
         self.response_started = True

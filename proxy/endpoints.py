@@ -20,13 +20,14 @@ from proxy.answers import (
     error_event,
     fed,
     may_be_too_long,
+    poured,
     refuse,
     refuse_for,
     reply,
     told,
     with_usage_raised,
 )
-from proxy.arrivals import Body, Headers, Held, Receive, Scope, Send, Upload, header
+from proxy.arrivals import Body, Headers, Held, Receive, Scope, Send, Upload, client_of, header
 from proxy.compactor import Compactor
 from proxy.decisions import Decision, Wish, read_wish
 from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
@@ -234,14 +235,14 @@ class Proxy:
                 answer = await Replay.begun(answer)
             if isinstance(answer, Replay):
                 answer = await self._recover(exchange, scope, pieces, answer)
-            await self._stream(exchange, answer, send)
+            await self._stream(exchange, scope, answer, send)
         finally:
             answer.close()
 
     async def _relay(self, exchange: Exchange, scope: Scope, body: Body, send: Send) -> None:
         answer = await self._send(exchange, scope, body)
         try:
-            await self._stream(exchange, answer, send)
+            await self._stream(exchange, scope, answer, send)
         finally:
             answer.close()
 
@@ -381,7 +382,7 @@ class Proxy:
             exchange.beside.append((b"x-compaction-usage", b"original" if raised else b"upstream"))
         return edited
 
-    async def _stream(self, exchange: Exchange, answer: Answer | Replay, send: Send) -> None:
+    async def _stream(self, exchange: Exchange, scope: Scope, answer: Answer | Replay, send: Send) -> None:
         """The answer, chunk by chunk as it comes. One that breaks off never gets a clean end."""
         kind, coding = header(answer.headers, b"content-type"), header(answer.headers, b"content-encoding")
         chat = exchange.endpoint == CHAT
@@ -393,7 +394,16 @@ class Proxy:
         headers = source.headers + told(exchange.decision) + exchange.beside if chat else source.headers
         exchange.status, exchange.answering = answer.status, True
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        client = client_of(scope) if not any(name == b"content-length" for name, _ in headers) else None
         last = b"\n\n"
+
+        def pass_on(chunk: bytes) -> bool:
+            nonlocal feeding, last
+            if feeding is not None:
+                feeding = fed(feeding, chunk)
+            last = chunk
+            return client is not None and client.put(chunk)
+
         try:
             while chunk := await source.next():
                 if exchange.first_chunk_at is None:
@@ -405,6 +415,8 @@ class Proxy:
                 if ended:
                     return
                 last = chunk
+                if client is not None and await poured(source, client, pass_on):
+                    break
         except UpstreamError as error:
             exchange.upstream_error, exchange.aborted = error.reason, True
             if "event-stream" in kind and not coding:

@@ -25,6 +25,8 @@ import httpx
 from proxy.errors import UpstreamError
 
 Headers = Sequence[tuple[bytes, bytes]]
+Sink = Callable[[bytes], bool]
+"""Takes a piece at once and says whether it can take more. Must not raise."""
 Body = Sequence[bytes] | AsyncIterator[bytes]
 
 READ_AHEAD = 256 * 1024
@@ -80,6 +82,8 @@ class _Connection(asyncio.Protocol):
         self.writer: asyncio.Future[None] | None = None
         self.upload: asyncio.Task[None] | None = None
         self.patience: float | None = None
+        self.sink: Sink | None = None
+        self.full = False
         self.probe = select.poll()
         self.begin(b"")
 
@@ -120,6 +124,10 @@ class _Connection(asyncio.Protocol):
             self.silent += len(data)
             if self.silent > MAX_SILENT_BYTES and not self.finished:
                 self._fail("the upstream's answer has endless headers", "protocol")
+        if self.sink is not None and self.pieces and not self.full:
+            self.full = not self.sink(self._take())
+            if not (self.full or self.finished or self.failure):
+                return
         if self.held > READ_AHEAD and not self.read_paused and (transport := self._living()):
             self.read_paused = True
             transport.pause_reading()
@@ -269,6 +277,26 @@ class _Connection(asyncio.Protocol):
                 return b""
             await self._wait()
 
+    async def pour(self, sink: Sink) -> bool:
+        """Hands all that comes to the sink at once, as far as the clean end: True; False as soon as the sink is full.
+
+        Nobody is woken for it. Raises UpstreamError when there is no clean end.
+        """
+        self.sink, self.full = sink, False
+        try:
+            while not self.full:
+                if self.pieces:
+                    self.full = not sink(self._take())
+                elif self.failure is not None:
+                    raise self.failure
+                elif self.finished:
+                    return True
+                else:
+                    await self._wait()
+            return False
+        finally:
+            self.sink = None
+
     def _take(self) -> bytes:
         pieces = self.pieces
         if len(pieces) == 1:
@@ -378,6 +406,12 @@ class Reply:
         if self._connection is None:
             raise UpstreamError("the answer was closed", reason="read")
         return self._connection.next()
+
+    def pour(self, sink: Sink) -> Awaitable[bool] | None:
+        """All that comes, handed to the sink as it comes: True at the clean end, False when the sink is full. None where that
+        cannot be: a silence could not be measured. Raises UpstreamError."""
+        connection = self._connection
+        return None if connection is None or connection.patience is not None else connection.pour(sink)
 
     @property
     def ended(self) -> bool:

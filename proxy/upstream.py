@@ -14,7 +14,7 @@ from typing import Literal, Protocol, cast
 import httpx
 
 from proxy.errors import ConfigError, UpstreamError
-from proxy.transport import Body, Headers, Origin, Patience, Sockets, tls_context
+from proxy.transport import Body, Headers, Origin, Patience, Sink, Sockets, tls_context
 
 HOP_BY_HOP = frozenset(
     {
@@ -50,6 +50,8 @@ class Source(Protocol):
 
     def next(self) -> Awaitable[bytes]: ...
 
+    def pour(self, sink: Sink) -> Awaitable[bool] | None: ...
+
     @property
     def ended(self) -> bool: ...
 
@@ -67,6 +69,11 @@ class Answer:
     def next(self) -> Awaitable[bytes]:
         """Each piece as it comes, b"" at the clean end. Raises UpstreamError when the answer broke off or fell short."""
         return self._source.next()
+
+    def pour(self, sink: Sink) -> Awaitable[bool] | None:
+        """Has each piece handed to the sink as it comes, without waking anybody: True at the clean end, False as soon as the
+        sink is full. None where the transport cannot. Raises UpstreamError."""
+        return self._source.pour(sink)
 
     @property
     def ended(self) -> bool:
@@ -408,6 +415,9 @@ class _StockReply:
         except httpx.HTTPError as error:
             raise _from_httpx(error) from None
         return b""
+
+    def pour(self, sink: Sink) -> None:
+        return None
 
     @property
     def ended(self) -> bool:
