@@ -14,6 +14,7 @@ from proxy.checkpoints import CheckpointStore
 from proxy.checkpoints.chain import Chain, Digests, chain, claim, edition, namespace
 from proxy.checkpoints.checkpoint import Checkpoint
 from proxy.checkpoints.resume import EDITIONS, Replayed
+from proxy.checkpoints.resume import Decision as Event
 from proxy.checkpoints.trail import Trail
 from proxy.compaction import CompactionResult, CriticalItems, LayerReport
 from proxy.compaction.pipeline import compact
@@ -241,32 +242,49 @@ class Events:
     async def _squeeze(
         self, walk: Walk, aim: Budget, before: int, forwarded: Conversation, checkpoint: Checkpoint | None, deadline: Deadline
     ) -> Decision:
-        """One event with the last resort: for what does not fit by what answers have taught although the steady measure is
-        content, and for a history that is too long to be gone through in time.
+        """An event for what does not fit by what answers have taught although the steady measure is content, and for a history
+        that is too long to be gone through in time. checkpoint: what is in force.
 
-        It starts from what would be forwarded, or from what came where that is not enough. What comes of it is stored like any
-        event, or the next request, which is as long, would break the prompt cache again. checkpoint: what is in force.
+        First by the steady measure, which every process comes to; where that is not enough, with the last resort; and at last
+        from what came in place of what would be forwarded. What comes of it is stored like any event, or the next request, which
+        is as long, would break the prompt cache again.
         """
         measured = walk.measured
         came = measured.request.conversation
-        result = await self._last_resort(forwarded, aim, measured.model, deadline)
-        if forwarded is not came and (result is None or result.tokens_after > aim.usable):
-            forwarded = came
-            result = await self._last_resort(came, aim, measured.model, deadline)
-        if result is None or (result.reason == "deadline" and result.tokens_after > aim.usable):
+        tries = [(forwarded, walk.steady, False), (forwarded, aim, True), *([(came, aim, True)] if forwarded is not came else [])]
+        result, after = None, before
+        best: tuple[Conversation, CompactionResult, int] | None = None
+        for began, budget, hard in tries:
+            result = await self._compacted(began, budget, measured.model, deadline, hard=hard)
+            after = before if result is None else await self._threads.total(measured.ruler, result.conversation)
+            if result is not None and after <= aim.usable and after < before:
+                best = began, result, after
+                # what is not the last resort should leave room for some turns by this measure, too
+                if hard or after <= aim.trigger:
+                    break
+        if best is not None:
+            return await self._squeezed(walk, aim, before, checkpoint, best)
+        if result is None or (result.reason == "deadline" and after > aim.usable):
             return measured.decided("none", "deadline", before)
-        if result.tokens_after > aim.usable or result.tokens_after >= before:
-            return measured.decided("none", "floor" if before > aim.usable else "no_gain", before).but(result=result)
-        if walk.mode != "shadow" and (theirs := await self._kept(walk, forwarded, checkpoint, result)) is not None:
+        return measured.decided("none", "floor" if before > aim.usable else "no_gain", before).but(result=result)
+
+    async def _squeezed(
+        self,
+        walk: Walk,
+        aim: Budget,
+        before: int,
+        checkpoint: Checkpoint | None,
+        best: tuple[Conversation, CompactionResult, int],
+    ) -> Decision:
+        """The decision for such an event; where somebody else was first and what that one made fits, for theirs."""
+        began, result, after = best
+        if walk.mode != "shadow" and (theirs := await self._kept(walk, began, checkpoint, result)) is not None:
             looked = walk.from_here(theirs).looking()
-            after = await self._threads.total(measured.ruler, looked.conversation)
-            if looked.complete and after <= aim.usable:
-                return self._resumed(measured, before, after, looked, walk, walk.mode)
-        if result.tokens_before < before:
-            earlier = LayerReport("checkpoint", before, result.tokens_before)
-            stages = (("checkpoint", forwarded), *result.stages)
-            result = replace(result, tokens_before=before, reports=(earlier, *result.reports), stages=stages)
-        return self._applied(measured, before, result, walk.mode).but(**walk.broken(result.conversation))
+            size = await self._threads.total(walk.measured.ruler, looked.conversation)
+            if looked.complete and size <= aim.usable:
+                return self._resumed(walk.measured, before, size, looked, walk, walk.mode)
+        made = Replayed(result.conversation, began, live=Event(result))
+        return self._resumed(walk.measured, before, after, made, walk, walk.mode)
 
     async def _kept(
         self, walk: Walk, began: Conversation, checkpoint: Checkpoint | None, result: CompactionResult
@@ -316,13 +334,13 @@ class Events:
             prefix_break="event" if body is not None else None,
         )
 
-    async def _last_resort(
-        self, conversation: Conversation, aim: Budget, model: str, deadline: Deadline
+    async def _compacted(
+        self, conversation: Conversation, budget: Budget, model: str, deadline: Deadline, *, hard: bool
     ) -> CompactionResult | None:
-        """An event for a request that must become smaller, whatever it costs; None when the time is over."""
+        """One event; None when the time is over. hard: the last resort may run."""
         stop, rules = deadline.passed(), self.policy.rules_of(conversation, model)
         return await self._threads.within(
-            deadline.left(), lambda: compact(conversation, aim, self.policy.layers, stop=stop, hard=True, rules=rules)
+            deadline.left(), lambda: compact(conversation, budget, self.policy.layers, stop=stop, hard=hard, rules=rules)
         )
 
     def _linked(self, measured: Measured, steady: Budget) -> tuple[bytes, Chain]:

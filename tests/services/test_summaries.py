@@ -7,7 +7,7 @@ import http.client
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -159,7 +159,11 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_two_proxies_whose_writers_answer_otherwise_and_at_other_times_forward_one_prefix(
-    upstream: ScriptedUpstream, writer: ScriptedUpstream, store: str, tmp_path: Path
+    upstream: ScriptedUpstream,
+    writer: ScriptedUpstream,
+    store: str,
+    tmp_path: Path,
+    store_was_quick: Callable[..., None],
 ) -> None:
     other = ScriptedUpstream(script=lambda _: replace(completion(WORDS.replace("next", "other"), model="writer"), delay=1.0))
     start = other.start()
@@ -174,17 +178,18 @@ def test_two_proxies_whose_writers_answer_otherwise_and_at_other_times_forward_o
             settings = config(folder, summarizer={"mode": "anchored", "base_url": server.url, "model": "writer"})
             flags = ("--upstream", upstream.url, "--config", settings, "--store", store)
             proxies.append(both.enter_context(running_proxy(*flags)))
-        pair, before, events, outside = Pair(upstream, proxies), [], set(), 0
+        pair, before, events, faults = Pair(upstream, proxies), [], set(), 0
         for stop in stops(messages):
             (one, told), (same, also) = pair.ask_both(messages[:stop])
-            assert one == same
             is_event = "applied" in told + also
-            outside += one[: len(before)] != before and not is_event
+            faults += one != same or (one[: len(before)] != before and not is_event)
             events |= {told, also} if is_event else set()
             before = one
             time.sleep(0.02)
+        if faults:
+            store_was_quick(*proxies)
 
-    assert outside == 0
+    assert faults == 0
     # each of them was first with some event; the other one took over what it had made
     assert {done.split()[0] for done in events} == {"applied", "reused"}
     assert any("summary" in done for done in events)
