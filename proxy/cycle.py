@@ -214,7 +214,10 @@ class Cycle:
         """What `send` does with a piece of the body that is not the last, at once; whether the socket takes more."""
         if self.disconnected:
             return True
-        self._send_body(piece, more=True)
+        if self._chunked and not self._head and len(piece) <= JOIN_BELOW:  # nearly all pieces of a stream
+            self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        else:
+            self._send_body(piece, more=True)
         return not self._flow.write_paused
 
     async def drain(self) -> None:
