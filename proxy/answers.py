@@ -54,7 +54,11 @@ class Replay:
         replay, size = cls(answer), 0
         while not replay._ended and size <= REFUSAL_BYTES and not _has_event(replay._pieces):
             replay._pending = asyncio.ensure_future(answer.next())
-            await asyncio.wait({replay._pending}, timeout=FIRST_EVENT_SECONDS)
+            try:
+                await asyncio.wait({replay._pending}, timeout=FIRST_EVENT_SECONDS)
+            except asyncio.CancelledError:
+                replay._pending.cancel()
+                raise
             if not replay._pending.done() or replay._pending.exception() is not None:
                 break
             size += replay._take(replay._pending.result())

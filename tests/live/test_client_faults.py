@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import re
@@ -138,6 +139,25 @@ async def test_a_client_that_leaves_while_a_summary_is_written_never_gets_upstre
 
             await settled_inflight(product)
     assert toxic.requests == []
+
+
+async def test_a_client_that_leaves_before_the_first_event_of_a_suspect_stream_leaves_no_traceback(
+    toxic: Toxic, start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    toxic.behavior = "headers_then_silence"
+    suspect = json.dumps({"model": "m", "stream": True, "messages": [{"role": "user", "content": "word " * 10_000}]}).encode()
+    async with start(toxic.url, sections=NARROW) as product:
+        _, writer = await product.raw(request(body=suspect))
+        await settled(lambda: bool(toxic.requests))
+        await asyncio.sleep(0.1)
+
+        leave(writer, "RST")
+
+        await toxic.requests[0].aborted.wait()
+        await settled_inflight(product)
+        gc.collect()
+
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_a_client_that_leaves_a_queue_of_requests_ends_them_all(toxic: Toxic, product: Product) -> None:
