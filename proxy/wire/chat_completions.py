@@ -27,12 +27,15 @@ KINDS = {
     "redacted_thinking": "reasoning",
     "reasoning": "reasoning",
 }
+BESIDE = 500
+"""Bytes that a message takes beside its JSON and its text, about: objects, and its places. Else short ones take twelve times
+what they say."""
 MAX_MESSAGES = 20_000
 """A longer array is no conversation that we could make fit; parsing a million messages would cost seconds."""
 
 
 class MessageCache:
-    """Parsed messages by the exact bytes that they came in, bounded in bytes of JSON.
+    """Parsed messages by the exact bytes that they came in, bounded in bytes.
 
     Two generations instead of a list of uses: what was not asked for during a whole generation goes.
     """
@@ -48,10 +51,11 @@ class MessageCache:
         message = self._young.get(raw)
         if message is None:
             message = self._old.get(raw) or read_message(raw)
-            if self._size + len(raw) > self._limit:
+            size = len(raw) + BESIDE
+            if self._size + size > self._limit:
                 self._old, self._young, self._size = self._young, {}, 0
             self._young[raw] = message
-            self._size += len(raw)
+            self._size += size
         return message
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -160,6 +161,18 @@ def test_the_message_cache_is_bounded_in_bytes() -> None:
 
     held = [raw for generation in (cache._young, cache._old) for raw in generation]
     assert sum(map(len, held)) <= 10_000
+
+
+def test_messages_of_a_few_words_take_no_more_memory_than_long_ones() -> None:
+    cache = wire.MessageCache(max_bytes=2_000_000)
+    tracemalloc.start()
+
+    for n in range(50_000):
+        cache.get(b'{"role":"user","content":"%d"}' % n)
+
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 4_000_000
 
 
 json_values = st.recursive(
