@@ -17,7 +17,9 @@ LANDMARKS = (512 * 1024, 64 * 1024, 8 * 1024, 512)
 """Offsets whose bytes find a history among others; a shorter one is read anew faster than it is found."""
 LANDMARK = 64
 HELD_BESIDE = 4096
-"""Bytes that a history holds beside its own, about: its messages as objects, and what was noted of them."""
+"""Bytes that a history holds beside its own, about: what was noted of it."""
+MESSAGE_BESIDE = 500
+"""Bytes that each of its messages takes as an object, about. Short ones are ten times what they say."""
 MOST_ALIKE = 8
 """Histories with the same landmark that are tried: parallel agents share their instructions and differ after them."""
 
@@ -68,7 +70,7 @@ class Prefixes:
             # a new list, because `find` reads without the lock
             alike = [known, *self._places.get(place, ())]
             self._places[place] = alike[:MOST_ALIKE]
-            self._size += _length(known) + HELD_BESIDE
+            self._size += _weight(known)
             for surplus in alike[MOST_ALIKE:]:
                 self._forget(surplus)
             while self._size > self._limit:
@@ -89,7 +91,7 @@ class Prefixes:
             return
         if self._newest is known:
             self._newest = None
-        self._size -= _length(known) + HELD_BESIDE
+        self._size -= _weight(known)
         alike = [other for other in self._places.get(place, ()) if other is not known]
         if alike:
             self._places[place] = alike
@@ -103,3 +105,7 @@ def _place(body: bytes, offset: int) -> tuple[bytes, int]:
 
 def _length(known: Known) -> int:
     return len(known.prefix)
+
+
+def _weight(known: Known) -> int:
+    return len(known.prefix) + HELD_BESIDE + MESSAGE_BESIDE * len(known.messages)

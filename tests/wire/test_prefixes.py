@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -204,6 +205,19 @@ def test_histories_are_bounded_in_bytes_and_the_longest_unused_goes() -> None:
     assert prefixes.find(bodies[1]) is None
     assert prefixes.find(bodies[99]) is not None
     assert sum(prefixes.find(each) is not None for each in bodies) * math.floor(len(bodies[0])) <= 101_000
+
+
+def test_histories_of_short_messages_are_bounded_too() -> None:
+    prefixes = Prefixes(max_bytes=2_000_000)
+    short = b",".join([b'{"role":"user","content":"%d"}' % n for n in range(2_000)])
+    tracemalloc.start()
+
+    for n in range(40):
+        chat_completions.read(b'{"model":"%d","messages":[%b]}' % (n, short), prefixes=prefixes)
+
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 4_000_000
 
 
 def test_a_history_that_grew_replaces_the_one_that_it_grew_from() -> None:
