@@ -16,15 +16,14 @@ from proxy.checkpoints.checkpoint import Checkpoint
 from proxy.checkpoints.resume import EDITIONS, Replayed
 from proxy.checkpoints.resume import Decision as Event
 from proxy.checkpoints.trail import Trail
-from proxy.compaction import CompactionResult, CriticalItems, LayerReport
+from proxy.compaction import CompactionResult
 from proxy.compaction.pipeline import compact
 from proxy.conversation import Conversation
-from proxy.decisions import Decision, Measured, Mode, Outcome
+from proxy.decisions import Decision, Measured, Mode
 from proxy.summarizers.background import Adoption, Background, Standing
 from proxy.threads import Deadline, Threads
 from proxy.walk import Policy, Walk, standing_at
 from proxy.windows import Budget
-from proxy.wire import chat_completions
 
 REPLAY_SHARE = 0.6
 """Of the deadline: what going through a history again may take; one event from what came is left the rest."""
@@ -35,6 +34,9 @@ WRITERS = 3
 
 Found = tuple[int, Checkpoint]
 """A checkpoint as the store gives it: with the number of its key among those of the history."""
+
+Stands = tuple[Conversation, Checkpoint | None]
+"""What would be forwarded without another event, and the checkpoint behind it."""
 
 
 class Events:
@@ -93,14 +95,13 @@ class Events:
             if replayed is None:
                 walk, replayed = await self._event(walk if others is None else walk.from_here(others), due, seed, deadline)
         if replayed is None or not replayed.complete:
-            return await self._squeeze(walk, aim, before, walk.before(), walk.found[1] if walk.found else None, deadline)
+            found = walk.found[1] if walk.found is not None else None
+            return await self._squeeze(walk, aim, before, (walk.before(), found), deadline, hurried=True)
         forwarded = replayed.conversation
         after = before if forwarded is conversation else await self._threads.total(measured.ruler, forwarded)
-        decision = self._resumed(measured, before, after, replayed, walk, mode)
-        if decision.outcome == "reused" and walk.move == "edited":
-            decision = decision.but(prefix_break="edit")
+        decision = walk.decision(before, after, replayed)
         if after > aim.usable:
-            squeezed = await self._squeeze(walk, aim, before, forwarded, replayed.checkpoint, deadline)
+            squeezed = await self._squeeze(walk, aim, before, (forwarded, replayed.checkpoint), deadline)
             return decision.but(reason=squeezed.reason) if squeezed.after == before and after < before else squeezed
         if self._summaries is not None and mode == "auto":
             lasting = steady.ruler.total(forwarded.messages)
@@ -240,18 +241,21 @@ class Events:
         self._summaries.prepare(standing, came, forwarded, steady, measured.model, measured.caller.headers)
 
     async def _squeeze(
-        self, walk: Walk, aim: Budget, before: int, forwarded: Conversation, checkpoint: Checkpoint | None, deadline: Deadline
+        self, walk: Walk, aim: Budget, before: int, stands: Stands, deadline: Deadline, *, hurried: bool = False
     ) -> Decision:
         """An event for what does not fit by what answers have taught although the steady measure is content, and for a history
-        that is too long to be gone through in time. checkpoint: what is in force.
+        that is too long to be gone through in time (hurried).
 
         First by the steady measure, which every process comes to; where that is not enough, with the last resort; and at last
         from what came in place of what would be forwarded. What comes of it is stored like any event, or the next request, which
         is as long, would break the prompt cache again.
         """
-        measured = walk.measured
+        measured, (forwarded, checkpoint) = walk.measured, stands
         came = measured.request.conversation
-        tries = [(forwarded, walk.steady, False), (forwarded, aim, True), *([(came, aim, True)] if forwarded is not came else [])]
+        tries = [] if hurried else [(forwarded, walk.steady, False)]
+        tries.append((forwarded, aim, True))
+        if forwarded is not came:
+            tries.append((came, aim, True))
         result, after = None, before
         best: tuple[Conversation, CompactionResult, int] | None = None
         for began, budget, hard in tries:
@@ -282,9 +286,8 @@ class Events:
             looked = walk.from_here(theirs).looking()
             size = await self._threads.total(walk.measured.ruler, looked.conversation)
             if looked.complete and size <= aim.usable:
-                return self._resumed(walk.measured, before, size, looked, walk, walk.mode)
-        made = Replayed(result.conversation, began, live=Event(result))
-        return self._resumed(walk.measured, before, after, made, walk, walk.mode)
+                return walk.decision(before, size, looked)
+        return walk.decision(before, after, Replayed(result.conversation, began, live=Event(result)))
 
     async def _kept(
         self, walk: Walk, began: Conversation, checkpoint: Checkpoint | None, result: CompactionResult
@@ -303,37 +306,6 @@ class Events:
             await self._store.put_if_absent(*frozen)
         return winner
 
-    def _resumed(self, measured: Measured, before: int, after: int, replayed: Replayed, walk: Walk, mode: Mode) -> Decision:
-        """What was found or made on the way, as a decision."""
-        if replayed.conversation is measured.request.conversation or after >= before:
-            reason = walk.reason or ("breaker" if walk.tried is None and mode != "force" else "no_gain")
-            return measured.decided("rejected" if reason == "no_gain" else "none", reason, before).but(result=walk.tried)
-        resumed = measured.ruler.total(replayed.resumed.messages)
-        reports = [LayerReport("checkpoint", before, resumed)] if resumed < before else []
-        critical = CriticalItems()
-        stages: tuple[tuple[str, Conversation], ...] = (("checkpoint", replayed.resumed),)
-        if replayed.live is not None:
-            reports += _rescaled(replayed.live.result.reports, resumed, after)
-            critical, stages = replayed.live.result.critical, (*stages, *replayed.live.result.stages)
-        result = CompactionResult(replayed.conversation, before, after, tuple(reports), critical, stages=stages)
-        decision = self._applied(measured, before, result, mode)
-        if replayed.live is not None or replayed.made:
-            layers = result.layers if replayed.live is not None else _layers(replayed)
-            return decision.but(layers=layers, **walk.broken(replayed.conversation, again=replayed.live is None))
-        outcome: Outcome = "shadow" if mode == "shadow" else "reused"
-        return decision.but(outcome=outcome, layers=_layers(replayed), is_event=False, prefix_break=None)
-
-    def _applied(self, measured: Measured, before: int, result: CompactionResult, mode: Mode) -> Decision:
-        body = chat_completions.write(measured.request, result.conversation) if mode != "shadow" else None
-        return measured.decided("shadow" if mode == "shadow" else "applied", None, before).but(
-            after=result.tokens_after,
-            body=body,
-            result=result,
-            layers=result.layers,
-            is_event=True,
-            prefix_break="event" if body is not None else None,
-        )
-
     async def _compacted(
         self, conversation: Conversation, budget: Budget, model: str, deadline: Deadline, *, hard: bool
     ) -> CompactionResult | None:
@@ -347,24 +319,3 @@ class Events:
         """Whose history this is, and its keys."""
         seed = namespace(self._secret, measured.caller.credential, self._fingerprint, measured.model, str(steady.window))
         return seed, chain(measured.request.conversation, seed, self._digests)
-
-
-def _layers(replayed: Replayed) -> tuple[str, ...]:
-    return replayed.checkpoint.layers if replayed.checkpoint is not None else ()
-
-
-def _rescaled(reports: Sequence[LayerReport], before: int, after: int) -> list[LayerReport]:
-    """The same work told in another ruler's tokens, so that it adds up to before − after."""
-    worked = [report for report in reports if report.saved > 0 and report.refused is None]
-    whole = sum(report.saved for report in worked)
-    scaled: list[LayerReport] = []
-    done, at = 0, before
-    for report in reports:
-        if report not in worked or whole == 0:
-            scaled.append(replace(report, before=at, after=at))
-            continue
-        done += report.saved
-        now = before - round((before - after) * done / whole)
-        scaled.append(replace(report, before=at, after=now))
-        at = now
-    return scaled

@@ -18,15 +18,16 @@ from proxy.checkpoints.resume import Decide, Refusals, Replayed, decision_points
 from proxy.checkpoints.resume import Decision as Event
 from proxy.checkpoints.thaw import Thaws
 from proxy.checkpoints.trail import Move
-from proxy.compaction import CompactionResult, CriticalItems, Layer
+from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.pipeline import compact
 from proxy.compaction.strategies import with_ages
 from proxy.compaction.validation import OPENAI, Rules, violations
 from proxy.conversation import Conversation, Message
-from proxy.decisions import Measured, Mode
+from proxy.decisions import Decision, Measured, Mode
 from proxy.pricing import Bill, worth_it
 from proxy.summarizers.background import Adoption, Standing
 from proxy.windows import Budget
+from proxy.wire import chat_completions
 
 TAKES_ANY_TURN = re.compile(r"gpt-|chatgpt|o[134](-|$)|codex|claude|gemini")
 """Models (bare names) whose hosts take messages in any order of roles."""
@@ -142,7 +143,34 @@ class Walk:
         """Where the request stands behind this checkpoint."""
         return standing_at(self.chain, checkpoint, seed)
 
-    def broken(self, forwarded: Conversation, *, again: bool = False) -> dict[str, Any]:
+    def decision(self, before: int, after: int, replayed: Replayed) -> Decision:
+        """What was found or made on the way, as a decision. before, after: tokens as answers have calibrated them."""
+        measured = self.measured
+        if replayed.conversation is measured.request.conversation or after >= before:
+            reason = self.reason or ("breaker" if self.tried is None and self.mode != "force" else "no_gain")
+            return measured.decided("rejected" if reason == "no_gain" else "none", reason, before).but(result=self.tried)
+        resumed = measured.ruler.total(replayed.resumed.messages)
+        reports = [LayerReport("checkpoint", before, resumed)] if resumed < before else []
+        critical = CriticalItems()
+        stages: tuple[tuple[str, Conversation], ...] = (("checkpoint", replayed.resumed),)
+        if replayed.live is not None:
+            reports += _rescaled(replayed.live.result.reports, resumed, after)
+            critical, stages = replayed.live.result.critical, (*stages, *replayed.live.result.stages)
+        result = CompactionResult(replayed.conversation, before, after, tuple(reports), critical, stages=stages)
+        kept = replayed.checkpoint.layers if replayed.checkpoint is not None else ()
+        shown = self.mode == "shadow"
+        made = measured.decided("shadow" if shown else "applied", None, before).but(
+            after=after,
+            body=None if shown else chat_completions.write(measured.request, result.conversation),
+            result=result,
+            layers=result.layers if replayed.live is not None else kept,
+        )
+        if replayed.live is None and not replayed.made:
+            return made if shown else made.but(outcome="reused", prefix_break="edit" if self.move == "edited" else None)
+        cost = self._broken(replayed.conversation, again=replayed.live is None)
+        return made.but(is_event=True, **{"prefix_break": None if shown else "event", **cost})
+
+    def _broken(self, forwarded: Conversation, *, again: bool = False) -> dict[str, Any]:
         """What an event does to the upstream's prompt cache.
 
         Nothing was cached of a conversation whose first request this is. again: it was only found again by going through the
@@ -253,3 +281,20 @@ def standing_at(linked: Chain, checkpoint: Checkpoint | None, seed: bytes) -> St
 def _common_head(one: Sequence[Message], other: Sequence[Message]) -> int:
     """How many messages at the beginning are the same."""
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _rescaled(reports: Sequence[LayerReport], before: int, after: int) -> list[LayerReport]:
+    """The same work told in another ruler's tokens, so that it adds up to before − after."""
+    worked = [report for report in reports if report.saved > 0 and report.refused is None]
+    whole = sum(report.saved for report in worked)
+    scaled: list[LayerReport] = []
+    done, at = 0, before
+    for report in reports:
+        if report not in worked or whole == 0:
+            scaled.append(replace(report, before=at, after=at))
+            continue
+        done += report.saved
+        now = before - round((before - after) * done / whole)
+        scaled.append(replace(report, before=at, after=now))
+        at = now
+    return scaled
