@@ -242,7 +242,7 @@ async def refuse(exchange: Exchange, send: Send, status: int, message: str, code
     exchange.status, exchange.answering = status, True
     body = msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
     headers = [(b"x-compaction-error", b"1")]
-    if status in (400, 408, 413):
+    if status == 408:  # to close while a body still comes is a reset, which takes the answer from a client that still sends
         headers.append((b"connection", b"close"))
     await reply(send, status, b"application/json", body, headers)
 

@@ -126,6 +126,13 @@ def test_an_unknown_control_value_is_a_400_that_names_it(
     assert upstream.chats == []
 
 
+def test_a_client_that_is_still_sending_gets_to_read_why_it_was_refused(proxy: RunningProxy) -> None:
+    status, _, body = send(proxy, chat([user("x" * 8_000_000)]), x_compaction="maybe")
+
+    assert status == 400
+    assert "maybe" in json.loads(body)["error"]["message"]
+
+
 def test_a_compressed_body_is_read_and_forwarded_as_it_came_when_it_fits(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
     body = gzip.compress(chat([user("hi")], model="gpt-4"))
 
