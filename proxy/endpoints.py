@@ -218,15 +218,11 @@ class Proxy:
         counting = self._count_meanwhile(exchange.decision)
         if self._options.ask_usage:
             self._ask_usage(exchange, scope, pieces)
-        answer: Answer | Replay
+        answer: Answer | Replay | None = None
         try:
             answer = await self._send(exchange, scope, pieces)
             if counting is not None:
                 exchange.decision = await counting
-        finally:
-            if counting is not None:
-                counting.cancel()
-        try:
             if exchange.asked_usage and answer.status in UNKNOWN_FIELD:
                 answer = await self._unasked(exchange, scope, pieces, await Replay.whole(answer))
             if answer.status in REFUSALS:
@@ -237,7 +233,10 @@ class Proxy:
                 answer = await self._recover(exchange, scope, pieces, answer)
             await self._stream(exchange, scope, answer, send)
         finally:
-            answer.close()
+            if counting is not None:
+                counting.cancel()
+            if answer is not None:
+                answer.close()
 
     async def _relay(self, exchange: Exchange, scope: Scope, body: Body, send: Send) -> None:
         answer = await self._send(exchange, scope, body)

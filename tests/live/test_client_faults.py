@@ -19,6 +19,9 @@ from live.conftest import BODY, Product, Start, leave, open_files, request, sett
 from live.toxic import Exchange, Toxic, completion, events, never_accepting
 from live.traffic import mutated, poke
 
+from proxy.compactor import Compactor
+from proxy.decisions import Decision
+
 pytestmark = pytest.mark.anyio
 
 # F10: clients that are slow on purpose
@@ -158,6 +161,27 @@ async def test_a_client_that_leaves_before_the_first_event_of_a_suspect_stream_l
         gc.collect()
 
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_still_counted_lets_the_upstream_go(
+    toxic: Toxic, product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = Compactor.count
+
+    async def slow(self: Compactor, decision: Decision) -> Decision:
+        await asyncio.sleep(30)  # both worker threads may be busy for long
+        return await count(self, decision)
+
+    monkeypatch.setattr(Compactor, "count", slow)
+    toxic.behavior = "chunks:100000@0.001"
+    _, writer = await product.raw(request())
+    await settled(lambda: bool(toxic.requests))
+    await asyncio.sleep(0.1)
+
+    leave(writer, "RST")
+
+    await asyncio.wait_for(toxic.requests[0].aborted.wait(), 5)
+    await settled(lambda: not toxic.sockets)
 
 
 async def test_a_client_that_leaves_a_queue_of_requests_ends_them_all(toxic: Toxic, product: Product) -> None:
