@@ -282,7 +282,8 @@ class Proxy:
         try:
             answer = await self._upstream.forward(scope["method"].encode(), target, headers, body)
         finally:
-            exchange.upstream_seconds += time.perf_counter() - exchange.sent_at
+            exchange.headed_at = time.perf_counter()
+            exchange.upstream_seconds += exchange.headed_at - exchange.sent_at
         if exchange.trace is not None:
             with OURS:
                 exchange.trace.answered(answer.status)
@@ -423,7 +424,7 @@ class Proxy:
             # without a last body message the server drops the connection: the client cannot take it for a whole answer
             return
         finally:
-            exchange.upstream_seconds = time.perf_counter() - (exchange.sent_at or exchange.started)
+            exchange.upstream_seconds += time.perf_counter() - exchange.headed_at
             if tap is not None:
                 with OURS:
                     exchange.usage = tap.usage()

@@ -36,13 +36,14 @@ class Exchange:
 
     __slots__ = (
         "aborted", "altered", "answering", "asked_usage", "beside", "decision", "endpoint", "explained", "first_chunk_at", "gone",
-        "overflow", "sent_at", "started", "status", "trace", "upstream_error", "upstream_seconds", "usage",
+        "headed_at", "overflow", "sent_at", "started", "status", "trace", "upstream_error", "upstream_seconds", "usage",
     )  # fmt: skip
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.started = time.perf_counter()
         self.sent_at: float | None = None
+        self.headed_at = self.started
         self.first_chunk_at: float | None = None
         self.upstream_seconds = 0.0
         self.status = LEFT

@@ -7,11 +7,12 @@ import http.client
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import pytest
 from builders import agent_session, chat, user
-from fakes import Reply, ScriptedUpstream, completion
+from fakes import Reply, ScriptedUpstream, completion, too_long
 from running import RunningProxy, running_proxy, send
 
 LONG = agent_session(30, 300)
@@ -131,6 +132,18 @@ def test_a_client_that_is_still_sending_gets_to_read_why_it_was_refused(proxy: R
 
     assert status == 400
     assert "maybe" in json.loads(body)["error"]["message"]
+
+
+def test_the_time_of_a_first_try_that_was_refused_is_the_upstreams(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
+    refusal = replace(too_long(6_000, 24_000), delay=1.5)
+    upstream.script = lambda _: refusal if len(upstream.chats) == 1 else completion()
+    before = figure(proxy, 'compaction_overhead_seconds_sum{phase="total"}')
+
+    _, headers, _ = send(proxy, chat(agent_session(30, 300, module="refused"), model="nobody-knows-it"))
+
+    assert headers["x-compaction"] == "applied"
+    assert figure(proxy, 'compaction_overhead_seconds_sum{phase="total"}') - before < 1.0
+    assert figure(proxy, 'compaction_upstream_duration_seconds_sum{model="nobody-knows-it"}') > 1.5
 
 
 def test_a_compressed_body_is_read_and_forwarded_as_it_came_when_it_fits(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
