@@ -139,11 +139,11 @@ def test_the_time_of_a_first_try_that_was_refused_is_the_upstreams(proxy: Runnin
     upstream.script = lambda _: refusal if len(upstream.chats) == 1 else completion()
     before = figure(proxy, 'compaction_overhead_seconds_sum{phase="total"}')
 
-    _, headers, _ = send(proxy, chat(agent_session(30, 300, module="refused"), model="nobody-knows-it"))
+    _, headers, _ = send(proxy, chat(agent_session(30, 300, module="refused"), model="refused-once"))
 
     assert headers["x-compaction"] == "applied"
     assert figure(proxy, 'compaction_overhead_seconds_sum{phase="total"}') - before < 1.0
-    assert figure(proxy, 'compaction_upstream_duration_seconds_sum{model="nobody-knows-it"}') > 1.5
+    assert figure(proxy, 'compaction_upstream_duration_seconds_sum{model="refused-once"}') > 1.5
 
 
 def test_a_compressed_body_is_read_and_forwarded_as_it_came_when_it_fits(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
