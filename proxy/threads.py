@@ -56,7 +56,8 @@ class Threads:
     async def within(self, seconds: float, work: Callable[[], T]) -> T | None:
         """The work's result, None when the time passes first."""
         try:
-            return await asyncio.wait_for(self.run(work), seconds)
+            async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 may swallow a cancellation
+                return await self.run(work)
         except TimeoutError:
             return None
 
