@@ -166,6 +166,7 @@ class Metrics:
         self._make_summary_and_store_metrics()
         self._make_process_metrics(version)
         self._waiting: deque[RequestRecord] = deque()
+        self._sharing = threading.Lock()
         self._rows: dict[tuple[str, str, str, bool], _Row] = {}  # by label, which are few
         self._served = {name: _InFlight(self._inflight, name) for name in ENDPOINTS}
         self._phases = {phase: self._overhead.child(phase) for phase in PHASES}
@@ -498,7 +499,9 @@ class Metrics:
 
     def share(self) -> None:
         """Puts this worker's figures where whichever worker is scraped finds them. Due twice a second, and at the end."""
-        if self._folder is not None:
+        if self._folder is None:
+            return
+        with self._sharing:  # the last time may come while another thread still shares
             self._enter_all()
             write(self._folder, self._worker, page_of(self._tally.snapshot(), tuple(self.recent)))
 

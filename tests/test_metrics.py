@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -460,6 +461,16 @@ def test_no_counter_seems_to_go_back_when_another_worker_answers(tmp_path: Path)
 
     assert before == told_by_other is None
     assert after == [10, 10]
+
+
+def test_figures_shared_from_two_threads_at_once_are_whole(tmp_path: Path) -> None:
+    metrics = Metrics(folder=tmp_path)
+
+    with ThreadPoolExecutor(2) as threads:
+        sharing = [threads.submit(metrics.share) for _ in range(200)]
+
+    assert [one.exception() for one in sharing] == [None] * 200
+    assert len(list(tmp_path.glob("*.json"))) == 1
 
 
 def test_the_account_adds_up_in_every_scrape_while_requests_are_recorded() -> None:
