@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -319,7 +319,8 @@ def model_names(config: Config) -> list[str]:
 async def _share(metrics: Metrics) -> None:
     while True:
         await asyncio.sleep(SHARE_SECONDS)
-        await asyncio.to_thread(metrics.share)
+        with suppress(OSError):  # a full disk: readers keep what was told last, and the next time may do
+            await asyncio.to_thread(metrics.share)
 
 
 def _store(config: Config, metrics: Metrics) -> OpenedStore:

@@ -1,15 +1,19 @@
-"""What a configuration becomes: who may be served with a key of the proxy's own."""
+"""What a configuration becomes: who may be served with a key of the proxy's own, and what its parts do beside requests."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from proxy import app
 from proxy.app import check
 from proxy.config import load
 from proxy.errors import ConfigError
+from proxy.metrics import Metrics
 
 KEY = {"upstream": {"url": "http://127.0.0.1:9/v1", "api_key": "sk-house"}}
 
@@ -75,3 +79,21 @@ def test_what_is_checked_leaves_nothing_running() -> None:
     check(load({"tracing": {"enabled": True, "endpoint": "http://127.0.0.1:9/v1/traces"}}, {}))
 
     assert threading.active_count() == before
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_figures_are_shared_again_once_the_disk_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "SHARE_SECONDS", 0.005)
+    folder = tmp_path / "figures"
+    folder.mkdir()
+    sharing = asyncio.ensure_future(app._share(Metrics(folder=folder)))
+
+    folder.rename(tmp_path / "away")
+    await asyncio.sleep(0.1)
+    folder.mkdir()
+    await asyncio.sleep(0.1)
+    sharing.cancel()
+    await asyncio.wait({sharing})
+
+    assert len(list(folder.glob("*.json"))) == 1
