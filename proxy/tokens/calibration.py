@@ -209,8 +209,10 @@ class Calibrator:
         estimated: our count as it was calibrated for the request.
         """
         line = self._lines.get(key)
-        full = line is not None and len(line.samples) == KEPT_SAMPLES and not line.refused
-        return full and abs(estimated - reported) <= EXACT_WITHIN * reported
+        if line is None or len(line.samples) < KEPT_SAMPLES or line.refused:
+            return False
+        self._lines.move_to_end(key)
+        return abs(estimated - reported) <= EXACT_WITHIN * reported
 
     def learned(self) -> Mapping[Key, Calibration]:
         """Every line that answers have taught, for people to see."""

@@ -187,6 +187,19 @@ def test_keys_in_use_outlive_those_that_are_not() -> None:
     assert QWEN in calibrator.learned()
 
 
+def test_a_key_whose_answers_teach_nothing_more_is_in_use_all_the_same() -> None:
+    calibrator = Calibrator(keys=2)
+    for ours in range(1_000, 41_000, 1_000):
+        calibrator.observe(GPT, ours, ours)
+
+    calibrator.observe(GPT._replace(model="second"), 1_000, 1_000)
+    assert calibrator.says_all(GPT, 5_000, 5_000)
+    calibrator.observe(GPT._replace(model="third"), 1_000, 1_000)
+
+    assert GPT in calibrator.learned()
+    assert GPT._replace(model="second") not in calibrator.learned()
+
+
 def test_old_answers_make_room_for_new_ones() -> None:
     calibrator = taught(QWEN, *[(n, round(1.4 * n)) for n in range(1_000, 101_000, 1_000)])
 
