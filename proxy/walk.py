@@ -8,7 +8,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from proxy import tokens
 from proxy.checkpoints.chain import Chain, edition
@@ -158,31 +157,31 @@ class Walk:
             critical, stages = replayed.live.result.critical, (*stages, *replayed.live.result.stages)
         result = CompactionResult(replayed.conversation, before, after, tuple(reports), critical, stages=stages)
         kept = replayed.checkpoint.layers if replayed.checkpoint is not None else ()
-        shown = self.mode == "shadow"
-        made = measured.decided("shadow" if shown else "applied", None, before).but(
+        in_shadow = self.mode == "shadow"
+        made = measured.decided("shadow" if in_shadow else "applied", None, before).but(
             after=after,
-            body=None if shown else chat_completions.write(measured.request, result.conversation),
+            body=None if in_shadow else chat_completions.write(measured.request, result.conversation),
             result=result,
             layers=result.layers if replayed.live is not None else kept,
         )
         if replayed.live is None and not replayed.made:
-            return made if shown else made.but(outcome="reused", prefix_break="edit" if self.move == "edited" else None)
-        cost = self._broken(replayed.conversation, again=replayed.live is None)
-        return made.but(is_event=True, **{"prefix_break": None if shown else "event", **cost})
+            return made if in_shadow else made.but(outcome="reused", prefix_break="edit" if self.move == "edited" else None)
+        prefix_break, rewritten = self._broken(replayed.conversation, again=replayed.live is None)
+        return made.but(is_event=True, prefix_break=None if in_shadow else prefix_break, rewritten=rewritten)
 
-    def _broken(self, forwarded: Conversation, *, again: bool = False) -> dict[str, Any]:
-        """What an event does to the upstream's prompt cache.
+    def _broken(self, forwarded: Conversation, *, again: bool) -> tuple[str | None, int]:
+        """What an event does to the upstream's prompt cache: why it breaks, and how many tokens must be read anew.
 
         Nothing was cached of a conversation whose first request this is. again: it was only found again by going through the
         history; for a process that did not see the requests before that is no break: the same bytes went out then.
         """
         if len(self._points) <= 1:
-            return {"prefix_break": "new_conversation"}
+            return "new_conversation", 0
         if again and self.move != "on":
-            return {"prefix_break": None}
+            return None, 0
         ruler, after = self.measured.ruler, forwarded.messages
         same = _common_head(self.before().messages, after)
-        return {"rewritten": max(0, ruler.total(after) - ruler.total(after[:same]))}
+        return "event", max(0, ruler.total(after) - ruler.total(after[:same]))
 
     def frozen(
         self, before: Conversation, checkpoint: Checkpoint | None, result: CompactionResult
