@@ -26,6 +26,10 @@ DRIPS = 10
 
 
 class Leaves(Protocol):
+    """task: what works on the client's request."""
+
+    task: asyncio.Task[None] | None
+
     def when_left(self, tell: Callable[[], None] | None) -> None:
         """Has `tell` called as soon as the client leaves before it has its answer; None: no longer."""
         ...
@@ -155,7 +159,7 @@ class _Stay:
         self._gone = False
 
     def __enter__(self) -> None:
-        self._task = asyncio.current_task()
+        self._task = self._client.task
         self._client.when_left(self._leave)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -175,17 +179,18 @@ class _Watcher:
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
-        self._task: asyncio.Task[None] | None = None
+        self.task = asyncio.current_task()
+        self._watch: asyncio.Task[None] | None = None
         self._tell: Callable[[], None] | None = None
 
     def when_left(self, tell: Callable[[], None] | None) -> None:
         self._tell = tell
         if tell is None:
-            if self._task is not None:
-                self._task.cancel()
+            if self._watch is not None:
+                self._watch.cancel()
         elif self._upload.whole:
-            self._task = asyncio.ensure_future(self._upload.left())
-            self._task.add_done_callback(self._done)
+            self._watch = asyncio.ensure_future(self._upload.left())
+            self._watch.add_done_callback(self._done)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         if self._tell is not None:

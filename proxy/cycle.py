@@ -39,7 +39,7 @@ class Cycle:
     __slots__ = (
         "_chunked", "_end_told", "_flow", "_flusher", "_head", "_held", "_left_to_send", "_looking", "_loop", "_on_left",
         "_on_response", "_pieces", "_transport", "_until_close", "_waiter", "body_timeout", "disconnected", "keep_alive",
-        "more_body", "response_complete", "response_started", "scope", "waiting_for_100_continue",
+        "more_body", "response_complete", "response_started", "scope", "task", "waiting_for_100_continue",
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +58,7 @@ class Cycle:
         scope["extensions"] = {CLIENT: self}
         self.disconnected = self.response_started = self.response_complete = False
         self.more_body = True
+        self.task: asyncio.Task[None] | None = None
         self.body_timeout: float | None = None
         self._pieces: deque[bytes] = deque()
         self._held = 0

@@ -7,13 +7,13 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from proxy.decisions import Decision
 from proxy.pricing import cache_break_cost, cost_saved
-from proxy.records import NO_ITEMS, RequestRecord, saved_by_layer
+from proxy.records import RequestRecord, saved_by_layer
 from proxy.wire.sse import NOTHING, Usage
 
 if TYPE_CHECKING:
@@ -96,47 +96,56 @@ def _where(error: BaseException) -> list[str]:
 
 def record_of(exchange: Exchange) -> RequestRecord:
     decision, usage, now = exchange.decision, exchange.usage, time.perf_counter()
-    aim, before, after = decision.budget, decision.before, decision.after
+    before, after, forwarded = decision.before, decision.after, decision.forwarded
+    usable = decision.budget.usable if decision.budget is not None else 0
     own = max(now - exchange.started - exchange.upstream_seconds, 0.0)
-    result = decision.result
     return RequestRecord(
         endpoint=exchange.endpoint,
         model=decision.model,
         code=exchange.status,
-        stream=bool(decision.request and decision.request.stream),
+        stream=decision.request is not None and decision.request.stream,
         duration=now - exchange.started,
         first_chunk=None if exchange.first_chunk_at is None else exchange.first_chunk_at - exchange.started,
         upstream_duration=exchange.upstream_seconds if exchange.sent_at is not None else None,
         overhead=(*decision.seconds.items(), ("total", own)),
         received=before,
-        forwarded=decision.forwarded,
-        saved=saved(decision) if decision.outcome in ("applied", "reused") else (),
+        forwarded=forwarded,
         outcome=decision.outcome,
-        shadow_saved=(before or 0) - (after or 0) if decision.outcome == "shadow" else 0,
         passthrough=decision.reason,
-        ratio=(after or 0) / before if decision.is_event and before else None,
-        prefix_break=decision.prefix_break if decision.body is not None else None,
-        fill_before=before / aim.usable if before is not None and aim is not None and aim.usable > 0 else None,
-        fill_after=after / aim.usable if after is not None and aim is not None and aim.usable > 0 else None,
-        validation_failures=tuple(report.refused for report in result.reports if report.refused) if result else (),
-        critical=result.critical if result is not None else NO_ITEMS,
+        fill_before=before / usable if before is not None and usable > 0 else None,
+        fill_after=after / usable if after is not None and usable > 0 else None,
         overflow=exchange.overflow,
         usage_input=usage.prompt,
         usage_output=usage.completion,
         usage_cached=usage.cached,
-        count_error=decision.forwarded / usage.prompt if decision.forwarded and usage.prompt else None,
-        upstream_error=exchange.upstream_error or _refusal_class(exchange),
+        count_error=forwarded / usage.prompt if forwarded and usage.prompt else None,
+        upstream_error=exchange.upstream_error or (_refusal_class(exchange) if exchange.status >= 400 else None),
         client_disconnect=exchange.gone,
         stream_abort=exchange.aborted,
-        cost_saved=_cost_saved(decision, usage),
-        cost_broken=_cost_broken(decision, usage),
         trace_id=exchange.trace.trace_id if exchange.trace is not None else None,
+        **(_of_compaction(decision, usage) if decision.result is not None else {}),
     )
+
+
+def _of_compaction(decision: Decision, usage: Usage) -> dict[str, Any]:
+    """What there is to record of a request on which layers worked, whatever came of it."""
+    result, before, after = decision.result, decision.before, decision.after
+    assert result is not None
+    return {
+        "saved": saved(decision) if decision.outcome in ("applied", "reused") else (),
+        "shadow_saved": (before or 0) - (after or 0) if decision.outcome == "shadow" else 0,
+        "ratio": (after or 0) / before if decision.is_event and before else None,
+        "prefix_break": decision.prefix_break if decision.body is not None else None,
+        "validation_failures": tuple(report.refused for report in result.reports if report.refused),
+        "critical": result.critical,
+        "cost_saved": _cost_saved(decision, usage),
+        "cost_broken": _cost_broken(decision, usage),
+    }
 
 
 def _refusal_class(exchange: Exchange) -> str | None:
     """The upstream's own error as a reason of the errors' metric."""
-    if exchange.sent_at is None or exchange.status < 400 or exchange.status == LEFT:
+    if exchange.sent_at is None or exchange.status == LEFT:
         return None
     return "http_429" if exchange.status == 429 else "http_5xx" if exchange.status >= 500 else "http_4xx"
 

@@ -182,7 +182,9 @@ class StrictHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running, self._idle_since = cycle, None
-        super()._start_asgi_task(cycle, app)
+        task = cycle.task = self.loop.create_task(cycle.run_asgi(app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what came; an answer under way is not written into."""
