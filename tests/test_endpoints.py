@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from builders import agent_session, chat, user
-from fakes import Reply, ScriptedUpstream, completion, too_long
+from fakes import Reply, ScriptedUpstream, completion, stream, too_long
 from running import RunningProxy, running_proxy, send
 
 LONG = agent_session(30, 300)
@@ -132,6 +132,19 @@ def test_a_client_that_is_still_sending_gets_to_read_why_it_was_refused(proxy: R
 
     assert status == 400
     assert "maybe" in json.loads(body)["error"]["message"]
+
+
+def test_only_streams_have_a_time_to_their_first_chunk(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
+    before = figure(proxy, "compaction_time_to_first_chunk_seconds_count")
+
+    send(proxy, method="GET", path="/v1/models")
+    send(proxy, chat([user("hi")]))
+    plain = figure(proxy, "compaction_time_to_first_chunk_seconds_count")
+    upstream.script = lambda _: stream({"content": "Hello."})
+    send(proxy, chat([user("hi")], stream=True))
+
+    assert plain == before
+    assert figure(proxy, "compaction_time_to_first_chunk_seconds_count") == before + 1
 
 
 def test_the_time_of_a_first_try_that_was_refused_is_the_upstreams(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
