@@ -98,14 +98,15 @@ def record_of(exchange: Exchange) -> RequestRecord:
     decision, usage, now = exchange.decision, exchange.usage, time.perf_counter()
     before, after, forwarded = decision.before, decision.after, decision.forwarded
     usable = decision.budget.usable if decision.budget is not None else 0
+    stream = decision.request is not None and decision.request.stream
     own = max(now - exchange.started - exchange.upstream_seconds, 0.0)
     return RequestRecord(
         endpoint=exchange.endpoint,
         model=decision.model,
         code=exchange.status,
-        stream=decision.request is not None and decision.request.stream,
+        stream=stream,
         duration=now - exchange.started,
-        first_chunk=None if exchange.first_chunk_at is None else exchange.first_chunk_at - exchange.started,
+        first_chunk=exchange.first_chunk_at - exchange.started if stream and exchange.first_chunk_at is not None else None,
         upstream_duration=exchange.upstream_seconds if exchange.sent_at is not None else None,
         overhead=(*decision.seconds.items(), ("total", own)),
         received=before,
