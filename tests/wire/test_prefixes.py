@@ -220,6 +220,18 @@ def test_histories_of_short_messages_are_bounded_too() -> None:
     assert held < 4_000_000
 
 
+def test_thirty_agents_that_share_their_instructions_are_told_apart() -> None:
+    prefixes = Prefixes()
+    instructions = {"role": "system", "content": "You are an agent. " * 600}
+    tasks = [[instructions, {"role": "user", "content": f"task {n}"}] for n in range(30)]
+    bodies = [json.dumps({"model": "m", "messages": messages}).encode() for messages in tasks]
+
+    for each in bodies:
+        read(each, prefixes)
+
+    assert all(prefixes.find(each) is not None for each in bodies)
+
+
 def test_a_history_that_grew_replaces_the_one_that_it_grew_from() -> None:
     prefixes = Prefixes(landmarks=NEAR)
     for count in range(4, 40):
