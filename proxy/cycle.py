@@ -80,7 +80,7 @@ class Cycle:
         self._held += len(piece)
         if self._held > READ_AHEAD and not self._flow.read_paused:
             self._flow.pause_reading()
-            self._look_later()
+            self.look_later()
         self.set()
 
     def end_body(self) -> None:
@@ -98,7 +98,8 @@ class Cycle:
         if self._on_left is not None:
             self._on_left()
 
-    def _look_later(self) -> None:
+    def look_later(self) -> None:
+        """Looks for the client from time to time, until its sending is read again."""
         if not self._looking:  # an upload stops and goes on a thousand times a second
             self._looking = True
             self._loop.call_later(LOOK_EVERY, self._look)
@@ -113,7 +114,7 @@ class Cycle:
         if there.poll(0):
             self._transport.abort()
         else:
-            self._look_later()
+            self.look_later()
 
     @property
     def message_event(self) -> Cycle:

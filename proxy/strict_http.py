@@ -108,6 +108,7 @@ class StrictHttp(HttpToolsProtocol):
         self.pipeline.appendleft((cycle, self.app))
         if len(self.pipeline) >= MAX_PIPELINED:  # until then we read on, and so see the client leave
             self.flow.pause_reading()
+            self._running.look_later()
 
     def _cycle(self, keep_alive: bool) -> Cycle:
         return Cycle(
@@ -182,6 +183,8 @@ class StrictHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running, self._idle_since = cycle, None
+        if self.flow.read_paused:
+            cycle.look_later()
         task = cycle.task = self.loop.create_task(cycle.run_asgi(app))
         task.add_done_callback(self.tasks.discard)
         self.tasks.add(task)

@@ -280,7 +280,8 @@ def cycles() -> int:
     return sum(isinstance(each, Cycle) for each in gc.get_objects())
 
 
-async def test_no_more_requests_are_taken_in_while_too_many_wait() -> None:
+async def test_no_more_requests_are_taken_in_while_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cycle, "LOOK_EVERY", 0.01)
     turns = asyncio.Semaphore(0)
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:

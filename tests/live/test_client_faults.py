@@ -184,9 +184,10 @@ async def test_a_client_that_leaves_while_its_prompt_is_still_counted_lets_the_u
     await settled(lambda: not toxic.sockets)
 
 
-async def test_a_client_that_leaves_a_queue_of_requests_ends_them_all(toxic: Toxic, product: Product) -> None:
+@pytest.mark.parametrize("queued", [3, 40])
+async def test_a_client_that_leaves_a_queue_of_requests_ends_them_all(toxic: Toxic, product: Product, queued: int) -> None:
     toxic.behavior = "slow_headers"
-    _, writer = await product.raw(request() * 3)
+    _, writer = await product.raw(request() * queued)
     await settled(lambda: bool(toxic.requests))
 
     leave(writer, "FIN")
