@@ -250,7 +250,9 @@ class Compactor:
             self._events.foresee(measured, steady, lasting, mode)
         else:
             decision = await self._events.fit(measured, aim, steady, before, mode)
-        return decision.but(seconds={"count": counted - started, "compact": time.perf_counter() - counted})
+        apart = decision.seconds
+        compacting = time.perf_counter() - counted - sum(apart.values())
+        return decision.but(seconds={"count": counted - started, "compact": compacting, **apart})
 
 
 def _window_after(refused: Overflow, forwarded: int, decision: Decision) -> Window:

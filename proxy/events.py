@@ -83,12 +83,22 @@ class Events:
 
     async def fit(self, measured: Measured, aim: Budget, steady: Budget, before: int, mode: Mode) -> Decision:
         """Takes up where an earlier event left off, and makes a new one where that is due."""
-        deadline = Deadline(self.policy.marks.timeout)
-        conversation = measured.request.conversation
+        started, deadline = time.perf_counter(), Deadline(self.policy.marks.timeout)
         seed, linked = self._linked(measured, steady)
         own, others = await self._known(linked.keys)
         walk = Walk(self.policy, measured, steady, linked, own, mode, self._trail.take(linked.keys))
-        replayed: Replayed | None = walk.looking()
+        looked = walk.looking()
+        resumed = time.perf_counter() - started
+        decision = await self._go_on(walk, looked, others, seed, aim, before, deadline)
+        return decision.but(seconds={"resume": resumed, **decision.seconds})
+
+    async def _go_on(
+        self, walk: Walk, looked: Replayed, others: Found | None, seed: bytes, aim: Budget, before: int, deadline: Deadline
+    ) -> Decision:
+        """What becomes of a request whose earlier events have been looked for."""
+        measured, steady, mode = walk.measured, walk.steady, walk.mode
+        conversation = measured.request.conversation
+        replayed: Replayed | None = looked
         if replayed is not None and not replayed.complete:
             due = replayed.due
             replayed = None if others is None else await self._joined(walk, others)

@@ -156,12 +156,18 @@ class Walk:
             reports += _rescaled(replayed.live.result.reports, resumed, after)
             critical, stages = replayed.live.result.critical, (*stages, *replayed.live.result.stages)
         result = CompactionResult(replayed.conversation, before, after, tuple(reports), critical, stages=stages)
+        started = time.perf_counter()
+        body = None if self.mode == "shadow" else chat_completions.write(measured.request, result.conversation)
+        seconds = {"write": time.perf_counter() - started}
+        if replayed.live is not None:
+            seconds["validate"] = replayed.live.result.checking
         kept = replayed.checkpoint.layers if replayed.checkpoint is not None else ()
         in_shadow = self.mode == "shadow"
         made = measured.decided("shadow" if in_shadow else "applied", None, before).but(
             after=after,
-            body=None if in_shadow else chat_completions.write(measured.request, result.conversation),
+            body=body,
             result=result,
+            seconds=seconds,
             layers=result.layers if replayed.live is not None else kept,
         )
         if replayed.live is None and not replayed.made:

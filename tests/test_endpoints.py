@@ -261,6 +261,24 @@ def test_received_less_forwarded_is_what_the_layers_saved(proxy: RunningProxy, u
     assert received - forwarded == saved
 
 
+def test_each_phase_of_our_own_time_is_told_and_none_twice(proxy: RunningProxy, upstream: ScriptedUpstream) -> None:
+    phases = ("read", "count", "resume", "compact", "validate", "write", "total")
+
+    def spent(kind: str, text: str) -> list[float]:
+        rows = dict(line.rsplit(" ", 1) for line in text.splitlines())
+        return [float(rows[f'compaction_overhead_seconds_{kind}{{phase="{phase}"}}']) for phase in phases]
+
+    before = metrics(proxy)
+    _, headers, _ = send(proxy, chat(agent_session(31, 300), model="gpt-4"))
+    after = metrics(proxy)
+
+    assert headers["x-compaction"] == "applied"
+    assert [now - then for now, then in zip(spent("count", after), spent("count", before), strict=True)] == [1] * len(phases)
+    *parts, total = (now - then for now, then in zip(spent("sum", after), spent("sum", before), strict=True))
+    assert min(parts) > 0
+    assert sum(parts) <= total
+
+
 def test_an_upstream_that_is_down_is_a_502_of_the_apis_shape() -> None:
     with running_proxy("--upstream", "http://127.0.0.1:9/v1") as lonely:
         status, headers, body = send(lonely, chat([user("hi")]))
