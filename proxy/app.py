@@ -277,7 +277,8 @@ def build_app(config: Config, folder: Path | None = None) -> Application:
         yield
         if sharing is not None:
             sharing.cancel()
-            metrics.share()
+            with suppress(OSError):  # the folder may be gone; the rest is to be closed all the same
+                metrics.share()
         await discoverer.aclose()
         if notifier is not None:
             await notifier.aclose()

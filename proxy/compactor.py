@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
-from proxy import __version__
+from proxy import __version__, tokens
 from proxy.checkpoints import CheckpointStore, open_store
 from proxy.checkpoints.chain import Digests
 from proxy.checkpoints.first_seen import FirstSeen
@@ -228,7 +228,7 @@ class Compactor:
             made = budget(
                 window,
                 requested_output=request.max_output,
-                ruler=self.learned.steady_ruler(request, "", window),
+                ruler=tokens.ruler("", {}),
                 trigger=self._marks.trigger,
                 target=self._marks.target,
                 narrowed_to=narrowed_to,

@@ -234,6 +234,9 @@ class Cycle:
         parts = [STATUS_LINE[status]]
         count, closing = len(headers) + 2, False
         for name, value in headers:
+            if status == 204 and name == b"content-length":  # RFC 9110, section 8.6
+                count -= 1
+                continue
             parts += (name, b": ", value, b"\r\n")
             if name == b"content-length":
                 self._left_to_send, self._chunked = 0 if bodiless else int(value), False

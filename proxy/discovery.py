@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from proxy.errors import UpstreamError
+from proxy.summarizers.redaction import credentials
 from proxy.upstream import Upstream
 from proxy.windows import DISCOVERY, Probe, Windows
 
@@ -18,7 +19,6 @@ server may have loaded its model by then."""
 TIMEOUT = 10.0
 MAX_BYTES = 8 * 1024 * 1024
 """Of a list of models; the longest known is about 1 MB."""
-CREDENTIALS = frozenset({b"authorization", b"api-key", b"x-api-key", b"openai-organization", b"openai-project"})
 
 
 class Discoverer:
@@ -36,8 +36,7 @@ class Discoverer:
         if self._task is not None or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + EVERY
-        credentials = [field for field in headers if field[0].lower() in CREDENTIALS]
-        self._task = asyncio.ensure_future(self._ask(credentials))
+        self._task = asyncio.ensure_future(self._ask(credentials(headers)))
         self._task.add_done_callback(self._done)
 
     async def aclose(self) -> None:
@@ -50,7 +49,7 @@ class Discoverer:
         if not task.cancelled() and task.exception() is not None:
             asyncio.get_running_loop().call_exception_handler({"message": "discovery failed", "exception": task.exception()})
 
-    async def _ask(self, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _ask(self, headers: Sequence[tuple[bytes, bytes]]) -> None:
         first = await self._answer(DISCOVERY[0], headers)
         found = first is not None and await self._take(DISCOVERY[0], first)
         further = self._windows.further_probes(first)
@@ -64,7 +63,7 @@ class Discoverer:
             self._next = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, EVERY)
 
-    async def _answer(self, probe: Probe, headers: list[tuple[bytes, bytes]]) -> bytes | None:
+    async def _answer(self, probe: Probe, headers: Sequence[tuple[bytes, bytes]]) -> bytes | None:
         path = ("/v1" if probe.below == "api" else "") + probe.path
         try:
             status, body = await self._places[probe.below].fetch(path, headers, timeout=TIMEOUT, max_bytes=MAX_BYTES)

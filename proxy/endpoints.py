@@ -185,6 +185,8 @@ class Proxy:
         try:
             await upload.read(self._max_body_bytes)
             if not upload.whole:
+                if upload.size <= self._max_body_bytes:
+                    raise ClientError("too many large bodies are under way", status=503, code="busy")
                 raise ClientError("the body is too large", status=413, code="body_too_large")
             await self._answer_compacted(exchange, scope, upload.first, wish, send)
         finally:
@@ -397,24 +399,25 @@ class Proxy:
         client = client_of(scope) if not any(name == b"content-length" for name, _ in headers) else None
         last = b"\n\n"
 
-        def pass_on(chunk: bytes) -> bool:
+        def note(chunk: bytes) -> None:
             nonlocal feeding, last
             if feeding is not None:
                 feeding = fed(feeding, chunk)
             last = chunk
+
+        def pass_on(chunk: bytes) -> bool:
+            note(chunk)
             return client is not None and client.put(chunk)
 
         try:
             while chunk := await source.next():
                 if exchange.first_chunk_at is None:
                     exchange.first_chunk_at = time.perf_counter()
-                if feeding is not None:
-                    feeding = fed(feeding, chunk)
+                note(chunk)
                 ended = source.ended
                 await send({"type": "http.response.body", "body": chunk, "more_body": not ended})
                 if ended:
                     return
-                last = chunk
                 if client is not None and await poured(source, client, pass_on):
                     break
         except UpstreamError as error:

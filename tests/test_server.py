@@ -370,6 +370,21 @@ async def test_what_comes_after_an_answer_and_is_no_request_does_not_keep_the_co
         assert await until_quiet(reader, 5.0) == (b"", "closed")
 
 
+@pytest.mark.parametrize(("status", "told"), [(204, b""), (304, b"content-length: 7\r\n")])
+async def test_an_answer_without_a_body_ends_with_its_head(status: int, told: bytes) -> None:
+    async def bodiless(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"7"), (b"etag", b"x")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async with client(bodiless) as (reader, writer):
+        for _ in range(2):  # the connection serves another request after it
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = await reader.readuntil(b"\r\n\r\n")
+
+            assert answer.split(b"\r\n", 1)[1] == told + b"etag: x\r\n\r\n"
+
+
 async def test_a_request_under_way_outlasts_the_time_for_idle_connections(app: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "KEEP_ALIVE_SECONDS", 0.2)
 
