@@ -269,7 +269,7 @@ def test_each_phase_of_our_own_time_is_told_and_none_twice(proxy: RunningProxy, 
         return [float(rows[f'compaction_overhead_seconds_{kind}{{phase="{phase}"}}']) for phase in phases]
 
     before = metrics(proxy)
-    _, headers, _ = send(proxy, chat(agent_session(31, 300), model="gpt-4"))
+    _, headers, _ = send(proxy, chat(agent_session(31, 300, module="phases"), model="gpt-4"))
     after = metrics(proxy)
 
     assert headers["x-compaction"] == "applied"
