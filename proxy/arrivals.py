@@ -19,8 +19,6 @@ Body = Sequence[bytes] | AsyncIterator[bytes]
 
 CLIENT = "compaction-proxy.client"
 """The extension of the ASGI scope under which our own server tells more of the client than ASGI has words for."""
-
-
 DRIPS = 10
 """Times the patience for one piece that a body read whole may take: a byte now and then would keep a connection for ever."""
 
@@ -129,6 +127,8 @@ class Upload:
         """Raises ClientGone, ClientError (408)."""
         for piece in self.first:
             yield piece
+        self.first = ()
+        self.let_go()  # from here on it only passes through
         while not self.whole:
             try:
                 piece = self._piece(await self._receive())

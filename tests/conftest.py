@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 from fakes import ScriptedUpstream
+from hypothesis import HealthCheck, settings
+
+# how fast the machine is says nothing of the code: no test has a limit of its own for that
+settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("project")
 
 ROOT = Path(__file__).parent.parent
 
