@@ -98,6 +98,10 @@ class Replay:
         return None if held else self._answer.pour(sink)
 
     @property
+    def ready(self) -> bool:
+        return self._next < len(self._pieces)
+
+    @property
     def ended(self) -> bool:
         return self._ended and self._next >= len(self._pieces)
 
@@ -142,9 +146,7 @@ class Edited:
     def pour(self, sink: Sink) -> None:
         return None
 
-    @property
-    def ended(self) -> bool:
-        return False  # what the editor holds back comes after the answer's end
+    ready = ended = False  # what the editor holds back comes after the answer's end
 
     def close(self) -> None:
         self._answer.close()

@@ -208,7 +208,7 @@ class Cycle:
             if not self.response_complete:
                 self._send_body(message.get("body", b""), message.get("more_body", False))
         elif kind == "http.response.start" and not self.response_started:
-            self._start(message["status"], message.get("headers", ()))
+            self._start(message["status"], message.get("headers", ()), waits=message.get("waits", True))
         else:
             raise RuntimeError(f"unexpected ASGI message {kind!r}")
 
@@ -227,7 +227,8 @@ class Cycle:
         if self._flow.write_paused and not self.disconnected:
             await self._flow.drain()
 
-    def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]], *, waits: bool = True) -> None:
+        """waits: whether the app may wait before the first piece of the body; the head then leaves alone."""
         self.response_started = True
         self.waiting_for_100_continue = False
         bodiless = status in (204, 304)
@@ -259,7 +260,8 @@ class Cycle:
             self.response_started = False
             raise RuntimeError("invalid response header")
         self._head = head
-        self._flusher = self._loop.call_soon(self._flush)  # when the app waits first, the head leaves alone
+        if waits:
+            self._flusher = self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         head, self._head = self._head, b""

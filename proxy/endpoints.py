@@ -395,7 +395,8 @@ class Proxy:
             self._explain(exchange)
         headers = source.headers + told(exchange.decision) + exchange.beside if chat else source.headers
         exchange.status, exchange.answering = answer.status, True
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        # waits: a hint to our own server, which ASGI leaves room for
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers, "waits": not source.ready})
         client = client_of(scope) if not any(name == b"content-length" for name, _ in headers) else None
         last = b"\n\n"
 

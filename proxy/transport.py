@@ -414,6 +414,11 @@ class Reply:
         return None if connection is None or connection.patience is not None else connection.pour(sink)
 
     @property
+    def ready(self) -> bool:
+        """Whether a piece of it is here."""
+        return self._connection is not None and bool(self._connection.pieces)
+
+    @property
     def ended(self) -> bool:
         """Whether all of it has been fetched, to its clean end."""
         return self._connection is not None and self._connection.is_read

@@ -53,6 +53,9 @@ class Source(Protocol):
     def pour(self, sink: Sink) -> Awaitable[bool] | None: ...
 
     @property
+    def ready(self) -> bool: ...
+
+    @property
     def ended(self) -> bool: ...
 
     def close(self) -> None: ...
@@ -74,6 +77,11 @@ class Answer:
         """Has each piece handed to the sink as it comes, without waking anybody: True at the clean end, False as soon as the
         sink is full. None where the transport cannot. Raises UpstreamError."""
         return self._source.pour(sink)
+
+    @property
+    def ready(self) -> bool:
+        """Whether `next` has something to give without waiting."""
+        return self._source.ready
 
     @property
     def ended(self) -> bool:
@@ -419,9 +427,7 @@ class _StockReply:
     def pour(self, sink: Sink) -> None:
         return None
 
-    @property
-    def ended(self) -> bool:
-        return False  # it says so only when it is asked for more
+    ready = ended = False  # it says so only when it is asked for more
 
     def close(self) -> None:
         response, self._response = self._response, None
