@@ -18,6 +18,24 @@ def prose(words: int, seed: int = 0) -> str:
     return " ".join(chosen.choice(WORDS) + ("." if i % 12 == 11 else "") for i in range(words))
 
 
+def written_summary(objective: str) -> str:
+    """What a model writes that keeps to the form."""
+    return f"""## Objective
+- {objective}
+## Standing instructions
+- "Never touch the migrations."
+## State
+- Done: looked at the parts.
+## Decisions
+- –
+## Working set
+- app/loader.py
+## Open errors
+- ModuleNotFoundError: No module named 'loader_core'
+## Next action
+- Look at the next part."""
+
+
 def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 

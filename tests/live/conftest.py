@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable
@@ -92,6 +93,19 @@ async def settled(condition: Callable[[], bool]) -> None:
     """Waits until it is true; the suite's own limit ends a wait in vain."""
     while not condition():
         await asyncio.sleep(0.002)
+
+
+async def settled_inflight(product: Product) -> None:
+    """Waits until the proxy itself says that it serves nothing any more."""
+    while await inflight(product) != 0:
+        await asyncio.sleep(0.01)
+
+
+async def inflight(product: Product) -> float:
+    """Requests that the proxy says it is serving, all endpoints together."""
+    async with httpx.AsyncClient(base_url=f"http://{product.admin[0]}:{product.admin[1]}", trust_env=False) as client:
+        scrape = (await client.get("/metrics")).text
+    return sum(float(value) for value in re.findall(r"^compaction_inflight_requests\{.*\} (\S+)$", scrape, re.M))
 
 
 def is_ours(answer: httpx.Response, status: int, code: str) -> bool:

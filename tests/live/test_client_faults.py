@@ -12,10 +12,9 @@ import resource
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 from builders import agent_session
-from live.conftest import BODY, Product, Start, leave, open_files, request, settled, volume
+from live.conftest import BODY, Product, Start, inflight, leave, open_files, request, settled, settled_inflight, volume
 from live.toxic import Exchange, Toxic, completion, events, never_accepting
 from live.traffic import mutated, poke
 
@@ -233,19 +232,6 @@ async def test_clients_that_leave_at_random_lose_no_connection_and_no_slot(
         await settled_inflight(product)
         await settled(lambda: open_files() <= before + 2 * len(toxic.sockets))
         await settled(lambda: len(toxic.sockets) <= idle)
-
-
-async def settled_inflight(product: Product) -> None:
-    """Waits until the proxy itself says that it serves nothing any more."""
-    while await inflight(product) != 0:
-        await asyncio.sleep(0.01)
-
-
-async def inflight(product: Product) -> float:
-    """Requests that the proxy says it is serving, all endpoints together."""
-    async with httpx.AsyncClient(base_url=f"http://{product.admin[0]}:{product.admin[1]}", trust_env=False) as client:
-        scrape = (await client.get("/metrics")).text
-    return sum(float(value) for value in re.findall(r"^compaction_inflight_requests\{.*\} (\S+)$", scrape, re.M))
 
 
 # F12: malformed requests

@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import socket
 
-import httpx
 import pytest
-from live.conftest import BODY, Product, Start, leave, request
+from live.conftest import BODY, Start, inflight, leave, request, settled_inflight
 from live.toxic import Toxic
 
 pytestmark = pytest.mark.anyio
@@ -59,17 +58,9 @@ async def test_a_client_that_breaks_off_an_upload_which_the_upstream_does_not_re
                 await _stalled(writer)
                 pouring.cancel()
 
-                assert await _served(product) == 1
+                assert await inflight(product) == 1
                 leave(writer, "RST")
-                while await _served(product):
-                    await asyncio.sleep(0.01)
-
-
-async def _served(product: Product) -> int:
-    """Requests that count as being served."""
-    async with httpx.AsyncClient(trust_env=False) as client:
-        page = (await client.get(f"http://{product.admin[0]}:{product.admin[1]}/metrics")).text
-    return int(float(page.split('compaction_inflight_requests{endpoint="/{path}"} ')[1].split("\n")[0]))
+                await settled_inflight(product)
 
 
 async def _pour(writer: asyncio.StreamWriter) -> None:

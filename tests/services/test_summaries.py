@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from builders import agent_session
+from builders import agent_session, written_summary
 from fakes import Received, Reply, ScriptedUpstream, completion
 from llama_server import MODEL, is_installed, llama_server, only_sections
 from running import RunningProxy, running_proxy, send
@@ -23,20 +23,7 @@ from running import RunningProxy, running_proxy, send
 pytestmark = [pytest.mark.service, pytest.mark.timeout(600)]
 
 CANARY = "heliotrope-4711"
-WORDS = f"""## Objective
-- Fix the failing import in app/loader.py ({CANARY}).
-## Standing instructions
-- "Never touch the migrations."
-## State
-- Done: looked at the parts.
-## Decisions
-- –
-## Working set
-- app/loader.py
-## Open errors
-- ModuleNotFoundError: No module named 'loader_core'
-## Next action
-- Look at the next part."""
+WORDS = written_summary(f"Fix the failing import in app/loader.py ({CANARY}).")
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from builders import agent_session, assistant, call, chat, prose, tool, user
+from builders import agent_session, assistant, call, chat, prose, tool, user, written_summary
 
 from proxy import tokens
 from proxy.checkpoints.memory import MemoryStore
@@ -29,20 +29,7 @@ pytestmark = pytest.mark.anyio
 
 RULER = tokens.ruler("gpt-4o", {})
 
-WORDS = """## Objective
-- Fix the failing import in app/loader.py.
-## Standing instructions
-- "Never touch the migrations."
-## State
-- Done: looked at the parts.
-## Decisions
-- –
-## Working set
-- app/loader.py
-## Open errors
-- ModuleNotFoundError: No module named 'loader_core'
-## Next action
-- Look at the next part."""
+WORDS = written_summary("Fix the failing import in app/loader.py.")
 
 
 PATH = "/v1/chat/completions"
