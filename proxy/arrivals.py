@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from proxy.errors import ClientError, ClientGone
 
@@ -70,7 +70,7 @@ class Held:
 
 
 class Upload:
-    """The body of a request, and the client behind it. size: bytes of it that are held."""
+    """The body of a request, and the client behind it. size: bytes of it that are held, no longer than the block around it."""
 
     __slots__ = ("_client", "_held", "_receive", "_timeout", "first", "size", "whole")
 
@@ -87,7 +87,7 @@ class Upload:
     async def read(self, most: int) -> None:
         """Fills `first`, and tells in `whole` whether that is all; stops beyond `most` bytes, or what may be held of all bodies.
 
-        To be let go of in the end. Raises ClientGone, ClientError.
+        Raises ClientGone, ClientError.
         """
         pieces: list[bytes] = []
         held, started = self._held, time.monotonic()
@@ -104,8 +104,13 @@ class Upload:
                 raise _late()
         self.first = pieces
 
-    def let_go(self) -> None:
-        """It is held no longer."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._held.bytes -= self.size
         self.size = 0
 
@@ -128,7 +133,7 @@ class Upload:
         for piece in self.first:
             yield piece
         self.first = ()
-        self.let_go()  # from here on it only passes through
+        self._let_go()  # from here on it only passes through
         while not self.whole:
             try:
                 piece = self._piece(await self._receive())

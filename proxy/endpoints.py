@@ -149,8 +149,7 @@ class Proxy:
 
     async def _pass(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """Everything that is no chat completion: streamed both ways."""
-        upload = Upload(scope, receive, self._body_timeout, self._held)
-        try:
+        with Upload(scope, receive, self._body_timeout, self._held) as upload:
             if any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]):
                 # one that comes in one piece is kept: the upstream's idle connections serve only what can be sent a second time
                 await upload.read(0)
@@ -158,15 +157,12 @@ class Proxy:
                 upload.whole = True
             with upload.while_client_stays():
                 await self._relay(exchange, scope, upload.body, send)
-        finally:
-            upload.let_go()
 
     async def _chat(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]
         wish = read_wish(headers)
         self._discover(headers)
-        upload = Upload(scope, receive, self._body_timeout, self._held)
-        try:
+        with Upload(scope, receive, self._body_timeout, self._held) as upload:
             await upload.read(self._max_body_bytes)
             with upload.while_client_stays():
                 if upload.whole:
@@ -174,23 +170,18 @@ class Proxy:
                 else:
                     exchange.decision = Decision("none", "too_large")
                     await self._relay(exchange, scope, upload.body, send)
-        finally:
-            upload.let_go()
 
     async def _compact(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
         """The sidecar: what would be forwarded, as an answer, and nothing sent anywhere."""
         wish = read_wish(scope["headers"])
         self._discover(scope["headers"])
-        upload = Upload(scope, receive, self._body_timeout, self._held)
-        try:
+        with Upload(scope, receive, self._body_timeout, self._held) as upload:
             await upload.read(self._max_body_bytes)
             if not upload.whole:
                 if upload.size <= self._max_body_bytes:
                     raise ClientError("too many large bodies are under way", status=503, code="busy")
                 raise ClientError("the body is too large", status=413, code="body_too_large")
             await self._answer_compacted(exchange, scope, upload.first, wish, send)
-        finally:
-            upload.let_go()
 
     async def _answer_compacted(self, exchange: Exchange, scope: Scope, pieces: Sequence[bytes], wish: Wish, send: Send) -> None:
         wish = replace(wish, mode="force") if wish.mode == "auto" else wish
@@ -280,12 +271,12 @@ class Proxy:
         if exchange.trace is not None:
             with OURS:
                 headers = exchange.trace.sends(headers, exchange.decision.model)
-        exchange.sent_at = time.perf_counter()
+        exchange.sent, started = True, time.perf_counter()
         try:
             answer = await self._upstream.forward(scope["method"].encode(), target, headers, body)
         finally:
             exchange.headed_at = time.perf_counter()
-            exchange.upstream_seconds += exchange.headed_at - exchange.sent_at
+            exchange.upstream_seconds += exchange.headed_at - started
         if exchange.trace is not None:
             with OURS:
                 exchange.trace.answered(answer.status)

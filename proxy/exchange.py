@@ -36,13 +36,13 @@ class Exchange:
 
     __slots__ = (
         "aborted", "altered", "answering", "asked_usage", "beside", "decision", "endpoint", "explained", "first_chunk_at", "gone",
-        "headed_at", "overflow", "sent_at", "started", "status", "trace", "upstream_error", "upstream_seconds", "usage",
+        "headed_at", "overflow", "sent", "started", "status", "trace", "upstream_error", "upstream_seconds", "usage",
     )  # fmt: skip
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.started = time.perf_counter()
-        self.sent_at: float | None = None
+        self.sent = False
         self.headed_at = self.started
         self.first_chunk_at: float | None = None
         self.upstream_seconds = 0.0
@@ -107,7 +107,7 @@ def record_of(exchange: Exchange) -> RequestRecord:
         stream=stream,
         duration=now - exchange.started,
         first_chunk=exchange.first_chunk_at - exchange.started if stream and exchange.first_chunk_at is not None else None,
-        upstream_duration=exchange.upstream_seconds if exchange.sent_at is not None else None,
+        upstream_duration=exchange.upstream_seconds if exchange.sent else None,
         overhead=(*decision.seconds.items(), ("total", own)),
         received=before,
         forwarded=forwarded,
@@ -146,7 +146,7 @@ def _of_compaction(decision: Decision, usage: Usage) -> dict[str, Any]:
 
 def _refusal_class(exchange: Exchange) -> str | None:
     """The upstream's own error as a reason of the errors' metric."""
-    if exchange.sent_at is None or exchange.status == LEFT:
+    if not exchange.sent or exchange.status == LEFT:
         return None
     return "http_429" if exchange.status == 429 else "http_5xx" if exchange.status >= 500 else "http_4xx"
 
