@@ -99,8 +99,8 @@ class Events:
         measured, steady, mode = walk.measured, walk.steady, walk.mode
         conversation = measured.request.conversation
         replayed: Replayed | None = looked
-        if replayed is not None and not replayed.complete:
-            due = replayed.due
+        if not looked.complete:
+            due = looked.due
             replayed = None if others is None else await self._joined(walk, others)
             if replayed is None:
                 walk, replayed = await self._event(walk if others is None else walk.from_here(others), due, seed, deadline)

@@ -29,16 +29,14 @@ class Learned:
 
     def ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
         """Counts as the upstream's answers have calibrated it by now: for deciding what fits."""
-        encoding = window.encoding if window is not None else None
-        plain = tokens.ruler(model, request.fields, encoding=encoding)
+        plain = self._plain_ruler(request, model, window)
         marks = chain(request.conversation.messages, plain.around)
         return plain.calibrated(self.calibrator.calibration(self._key(request, model), marks))
 
     def steady_ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
         """Counts by the model's name alone: for deciding when an event is due and what it keeps, which must come out the
         same in every process, whatever answers it has seen."""
-        encoding = window.encoding if window is not None else None
-        return tokens.ruler(model, request.fields, encoding=encoding, calibration=cold(tokens.bare_name(model)))
+        return self._plain_ruler(request, model, window).calibrated(cold(tokens.bare_name(model)))
 
     def refused(self, model: str, refusal: Overflow) -> None:
         """Takes what a refusal says of a model's limit."""
@@ -56,11 +54,14 @@ class Learned:
             self.windows.learn(model, usage.prompt, exact=False, now=time.monotonic())
             return
         if not self.calibrator.says_all(key, counted, usage.prompt):
-            ruler = tokens.ruler(model, request.fields, encoding=window.encoding if window is not None else None)
+            ruler = self._plain_ruler(request, model, window)
             self.calibrator.observe(key, ruler.raw(messages), usage.prompt, prefixes=chain(messages, ruler.around))
         self.windows.accepted(model, usage.prompt)
         if usage.model:
             self.windows.answered_as(model, usage.model)
+
+    def _plain_ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
+        return tokens.ruler(model, request.fields, encoding=window.encoding if window is not None else None)
 
     def _key(self, request: Request, model: str) -> Key:
         """What shares a calibration."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from proxy.conversation import Conversation, Message, Messages, Opaque, Part, Text, ToolCall, ToolResult
 from proxy.errors import Unreadable
 from proxy.wire import Request, slices
-from proxy.wire.prefixes import Known, Prefixes
+from proxy.wire.prefixes import MESSAGE_BESIDE, Known, Prefixes
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks", "thinking")
 OPAQUE_FIELDS = ("refusal", "audio")
@@ -27,9 +27,6 @@ KINDS = {
     "redacted_thinking": "reasoning",
     "reasoning": "reasoning",
 }
-BESIDE = 500
-"""Bytes that a message takes beside its JSON and its text, about: objects, and its places. Else short ones take twelve times
-what they say."""
 MAX_MESSAGES = 20_000
 """A longer array is no conversation that we could make fit; parsing a million messages would cost seconds."""
 
@@ -51,7 +48,7 @@ class MessageCache:
         message = self._young.get(raw)
         if message is None:
             message = self._old.get(raw) or read_message(raw)
-            size = len(raw) + BESIDE
+            size = len(raw) + MESSAGE_BESIDE
             if self._size + size > self._limit:
                 self._old, self._young, self._size = self._young, {}, 0
             self._young[raw] = message

@@ -19,7 +19,7 @@ LANDMARK = 64
 HELD_BESIDE = 4096
 """Bytes that a history holds beside its own, about: what was noted of it."""
 MESSAGE_BESIDE = 500
-"""Bytes that each of its messages takes as an object, about. Short ones are ten times what they say."""
+"""Bytes that a message takes beside its JSON, about: objects, its text, its places. Short ones are ten times what they say."""
 MOST_ALIKE = 32
 """Histories with the same landmark that are tried: parallel agents share their instructions and differ after them. With as many
 of them a request takes half of what it takes when their histories are not found, with more there is nothing to win."""
