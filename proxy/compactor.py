@@ -20,12 +20,11 @@ from proxy.compaction import Layer
 from proxy.compaction.strategies import ask_for_ages
 from proxy.compaction.summary import sealing
 from proxy.compaction.validation import OPENAI, Rules
-from proxy.decisions import Caller, Decision, Measured, Mode, Wish
+from proxy.decisions import NOBODY, Caller, Decision, Measured, Mode, Wish
 from proxy.errors import Unreadable
 from proxy.events import Events
 from proxy.learned import Learned, has_media
 from proxy.overflow import Overflow
-from proxy.summarizers import Headers
 from proxy.summarizers.background import Background
 from proxy.threads import Threads
 from proxy.tokens.calibration import WIDEST_MARGIN
@@ -98,18 +97,10 @@ class Compactor:
             summaries=summaries,
         )
 
-    async def decide(
-        self,
-        body: bytes,
-        path: str,
-        wish: Wish,
-        content_encoding: str = "",
-        credential: bytes = b"",
-        headers: Headers = (),
-    ) -> Decision:
-        """What to forward for this body. Never raises for its content; a failure of ours is the caller's to catch.
+    async def decide(self, body: bytes, path: str, wish: Wish, content_encoding: str = "", caller: Caller = NOBODY) -> Decision:
+        """What to forward for this body. Never raises for its content; a failure of ours is for those to catch who call this.
 
-        headers: the client's credentials, for a summary by a model; without any none is asked for on its behalf.
+        caller: who asks; `narrowed_to` is the window of the same wish.
         """
         mode: Mode = "shadow" if self._shadow and wish.mode == "auto" else wish.mode
         if mode == "off":
@@ -126,21 +117,20 @@ class Compactor:
             return Decision("none", "unreadable")
         model = requested_model(path, request.model)
         window = self.windows.lookup(model, time.monotonic())
-        if window is None and wish.window is not None:
-            window = Window(wish.window, None, None, "default", None, None, None)
+        if window is None and caller.narrowed_to is not None:
+            window = Window(caller.narrowed_to, None, None, "default", None, None, None)
         if self._seen is not None:
-            self._seen.note(credential, request.conversation.messages, time.monotonic())
+            self._seen.note(caller.credential, request.conversation.messages, time.monotonic())
         seconds = {"read": time.perf_counter() - started}
-        caller = Caller(credential, headers, wish.window)
         if window is None:
             return Decision("none", "unknown_window", request=request, model=model, seconds=seconds, caller=caller)
         ruler = self.learned.ruler(request, model, window)
-        if mode != "force" and self._plainly_fits(request, size, window, wish.window, mode):
-            aim = self._limit(window, request, wish.window, ruler.calibration.margin)
+        if mode != "force" and self._plainly_fits(request, size, window, caller.narrowed_to, mode):
+            aim = self._limit(window, request, caller.narrowed_to, ruler.calibration.margin)
             known = ruler.known(request.conversation.messages)  # else it is counted while the upstream thinks
             return Decision("none", "fits", None, request, model, window, aim, known, known, seconds=seconds, caller=caller)
-        aim = self._budget(window, request, ruler, wish.window)
-        steady = self._budget(window, request, self.learned.steady_ruler(request, model, window), wish.window)
+        aim = self._budget(window, request, ruler, caller.narrowed_to)
+        steady = self._budget(window, request, self.learned.steady_ruler(request, model, window), caller.narrowed_to)
         measured = Measured(request, model, window, ruler, aim, steady, caller)
         with sealing(self._seal(caller)):
             decision = await self._judge(measured, mode)

@@ -52,7 +52,7 @@ def _unknown(header: str, value: str, takes: str) -> ClientError:
 
 class Caller(msgspec.Struct, frozen=True, gc=False):
     """Who asks. credential: what it authenticates with: nothing is shared beyond it. headers: the same as it came, for a summary
-    by a model; without any none is asked for. narrowed_to: the window that it wishes."""
+    by a model; without any none is asked for. narrowed_to: the window that it wishes, which a Wish says too."""
 
     credential: bytes = b""
     headers: Headers = ()

@@ -29,7 +29,7 @@ from proxy.answers import (
 )
 from proxy.arrivals import Body, Headers, Held, Receive, Scope, Send, Upload, client_of, header
 from proxy.compactor import Compactor
-from proxy.decisions import Decision, Wish, read_wish
+from proxy.decisions import Caller, Decision, Wish, read_wish
 from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, record_of
 from proxy.metrics import ANY, CHAT, COMPACT, Metrics
@@ -244,7 +244,8 @@ class Proxy:
         headers = credentials(scope["headers"]) if scope["path"] != COMPACT_PATH else ()
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         with OURS:
-            return await self._compactor.decide(body, scope["path"], wish, encoding, _credential(scope["headers"]), headers)
+            caller = Caller(_credential(scope["headers"]), headers, wish.window)
+            return await self._compactor.decide(body, scope["path"], wish, encoding, caller)
         return Decision("failed", "internal_error")
 
     def _count_meanwhile(self, decision: Decision) -> asyncio.Task[Decision] | None:

@@ -12,7 +12,7 @@ from proxy import config
 from proxy.app import build_compactor, build_windows
 from proxy.compaction import summary
 from proxy.compactor import Compactor
-from proxy.decisions import Decision, Wish
+from proxy.decisions import Caller, Decision, Wish
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"
@@ -25,7 +25,7 @@ def compactor() -> Compactor:
 
 
 async def decided(of: Compactor, messages: list[dict[str, object]], credential: bytes = b"Bearer one") -> Decision:
-    return await of.decide(chat(messages), PATH, Wish(), credential=credential)
+    return await of.decide(chat(messages), PATH, Wish(), caller=Caller(credential))
 
 
 def summaries(decision: Decision) -> list[str]:

@@ -11,7 +11,7 @@ from proxy.checkpoints.memory import MemoryStore
 from proxy.compaction.strategies import build as build_layers
 from proxy.compactor import Compactor
 from proxy.config import Model, Price
-from proxy.decisions import Wish
+from proxy.decisions import Caller, Wish
 from proxy.walk import Marks
 from proxy.windows import Windows
 from proxy.wire.sse import Usage
@@ -52,7 +52,7 @@ class Store(MemoryStore):
 
 
 async def ask(proxy, messages, mode="auto"):
-    return await proxy.decide(chat(messages, "m"), PATH, Wish(mode), credential=b"one")
+    return await proxy.decide(chat(messages, "m"), PATH, Wish(mode), caller=Caller(b"one"))
 
 
 def sent(decision, messages):
@@ -214,7 +214,7 @@ async def test_each_model_of_a_conversation_goes_on_from_what_it_was_sent():
     proxy = Compactor(windows, build_layers("ladder"), Marks())
 
     async def asked(model, messages):
-        decision = await proxy.decide(chat(messages, model), PATH, Wish(), credential=b"one")
+        decision = await proxy.decide(chat(messages, model), PATH, Wish(), caller=Caller(b"one"))
         assert decision.budget.window == sizes[model]
         assert (await proxy.count(decision)).forwarded <= decision.budget.usable
         return sent(decision, messages)

@@ -9,7 +9,7 @@ from proxy.checkpoints.memory import MemoryStore
 from proxy.compaction.strategies import build as build_layers
 from proxy.compactor import Compactor
 from proxy.config import Model
-from proxy.decisions import Wish
+from proxy.decisions import Caller, Wish
 from proxy.overflow import Overflow
 from proxy.walk import Marks
 from proxy.windows import Windows
@@ -46,7 +46,7 @@ class Upstream:
 
     async def answer(self, proxy, messages):
         """What the proxy gets through with, retrying once."""
-        decision = await proxy.decide(chat(messages, "m"), PATH, Wish(), credential=b"one")
+        decision = await proxy.decide(chat(messages, "m"), PATH, Wish(), caller=Caller(b"one"))
         decision = await proxy.count(decision)
         if (sent := self._takes(decision, messages)) is not None:
             return sent

@@ -14,6 +14,7 @@ from proxy.compaction.validation import violations
 from proxy.compactor import Compactor
 from proxy.config import Model
 from proxy.conversation import Conversation
+from proxy.decisions import Caller as Client
 from proxy.decisions import Wish
 from proxy.errors import UpstreamError
 from proxy.summarizers import ignore
@@ -69,7 +70,7 @@ async def session(compactor, messages, *, settle=True):
     """Every request of a session, as (decision, what was forwarded)."""
     told = []
     for stop in stops(messages):
-        decision = await compactor.decide(chat(messages[:stop]), PATH, Wish(), credential=b"one", headers=KEY)
+        decision = await compactor.decide(chat(messages[:stop]), PATH, Wish(), caller=Client(b"one", KEY))
         if settle:
             await settled(compactor)
         told.append((decision, sent(decision, messages[:stop])))
@@ -120,9 +121,7 @@ async def test_of_two_processes_one_with_a_summary_and_one_without_the_first_to_
     messages, before, events = agent_session(60, words=180), [], []
     for number, stop in enumerate(stops(messages)):
         body = chat(messages[:stop])
-        both = [
-            one.decide(body, PATH, Wish(), credential=b"one", headers=KEY) for one in ((quick, slow), (slow, quick))[number % 2]
-        ]
+        both = [one.decide(body, PATH, Wish(), caller=Client(b"one", KEY)) for one in ((quick, slow), (slow, quick))[number % 2]]
         decisions = await asyncio.gather(*both)
         await settled(quick)
         now, same = (sent(decision, messages[:stop]) for decision in decisions)
@@ -159,7 +158,7 @@ async def test_what_a_process_claimed_before_it_ended_is_kept_by_whoever_comes_n
 
     async def forwards(stop):
         proxy = proxy_for(scripted(3_600), store=store)
-        return sent(await proxy.decide(chat(messages[:stop]), PATH, Wish(), credential=b"one"), messages[:stop])
+        return sent(await proxy.decide(chat(messages[:stop]), PATH, Wish(), caller=Client(b"one")), messages[:stop])
 
     assert ours(made)
     assert await forwards(stop) == made
@@ -258,7 +257,7 @@ async def test_without_credentials_at_hand_the_question_carries_none(proxy_for, 
     proxy = proxy_for(model)
     messages = agent_session(24, words=180)
     for stop in stops(messages):
-        await proxy.decide(chat(messages[:stop]), PATH, Wish(), credential=b"one")
+        await proxy.decide(chat(messages[:stop]), PATH, Wish(), caller=Client(b"one"))
         await settled(proxy)
 
     assert model.headers
@@ -271,7 +270,7 @@ async def test_what_was_summed_up_for_one_caller_is_never_used_for_another(proxy
     told = await session(proxy, messages)
     stop = next(stop for stop, (decision, _) in zip(stops(messages), told, strict=True) if decision.is_event)
 
-    decision = await proxy.decide(chat(messages[:stop]), PATH, Wish(), credential=b"two", headers=KEY)
+    decision = await proxy.decide(chat(messages[:stop]), PATH, Wish(), caller=Client(b"two", KEY))
 
     assert decision.is_event
     assert "summary" not in decision.layers
@@ -287,7 +286,7 @@ async def test_the_other_process_forwards_the_summary_that_was_stored(proxy_for,
     )
     other = proxy_for(scripted(3_600), store=store)
 
-    decision = await other.decide(chat(messages[:stop]), PATH, Wish(), credential=b"one", headers=KEY)
+    decision = await other.decide(chat(messages[:stop]), PATH, Wish(), caller=Client(b"one", KEY))
 
     assert sent(decision, messages[:stop]) == expected
 
@@ -297,7 +296,7 @@ async def test_shadow_mode_asks_no_model(proxy_for, scripted, words):
     proxy = proxy_for(model)
     messages = agent_session(30, words=180)
     for stop in stops(messages):
-        await proxy.decide(chat(messages[:stop]), PATH, Wish("shadow"), credential=b"one", headers=KEY)
+        await proxy.decide(chat(messages[:stop]), PATH, Wish("shadow"), caller=Client(b"one", KEY))
 
     assert model.asked == []
 
