@@ -61,6 +61,16 @@ class Patience:
     read: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request without its body, which can be sent any number of times. head: written out as far as how the body is framed."""
+
+    method: bytes
+    target: bytes
+    headers: Headers
+    head: bytes
+
+
 class _Refused(Exception):
     """Raised inside a parser callback: what came is no answer that we pass on."""
 
@@ -450,17 +460,30 @@ class Sockets:
         A body that is a sequence is sent again, once, when a connection from the pool turns out dead before the first byte
         of an answer; an iterated one cannot be, so it gets a new connection. Raises UpstreamError.
         """
-        head = _head(method, target, headers)
-        connection = self._take_idle(origin) if isinstance(body, Sequence) else None
+        prepared = prepare(method, target, headers)
+        if isinstance(body, Sequence):
+            return await self.send(origin, prepared, body, None, patience)
+        if (b"transfer-encoding", b"chunked") in headers:
+            body = _chunked(body)
+        connection = await self._connect(origin, patience.connect)
+        return await self._on_new(connection, method, prepared.head + b"\r\n", body, patience)
+
+    async def send(
+        self, origin: Origin, prepared: Prepared, body: Sequence[bytes], length: int | None, patience: Patience
+    ) -> Reply:
+        """The same for a head that is ready. length: of the body, where it is to be told. Raises UpstreamError."""
+        head = prepared.head + (b"\r\n" if length is None else b"content-length: %d\r\n\r\n" % length)
+        connection = self._take_idle(origin)
         if connection is not None:
             try:
-                await connection.send(method, head, body, patience.read)
+                await connection.send(prepared.method, head, body, patience.read)
                 return Reply(connection)
             except _DiedUnanswered:
                 pass
-        if not isinstance(body, Sequence) and (b"transfer-encoding", b"chunked") in headers:
-            body = _chunked(body)
         connection = await self._connect(origin, patience.connect)
+        return await self._on_new(connection, prepared.method, head, body, patience)
+
+    async def _on_new(self, connection: _Connection, method: bytes, head: bytes, body: Body, patience: Patience) -> Reply:
         try:
             await connection.send(method, head, body, patience.read)
         except _DiedUnanswered:
@@ -571,16 +594,14 @@ def tls_context(ca_file: str | None = None) -> ssl.SSLContext:
     return context
 
 
-def _head(method: bytes, target: bytes, headers: Headers) -> bytes:
-    parts = [method, b" ", target, b" HTTP/1.1\r\n"]
-    for name, value in headers:
-        parts += (name, b": ", value, b"\r\n")
-    parts.append(b"\r\n")
-    head = b"".join(parts)
-    lines = len(headers) + 2
+def prepare(method: bytes, target: bytes, headers: Headers) -> Prepared:
+    """Write a head out. Raises UpstreamError where it would say something else than it should."""
+    fields = [b"%b: %b\r\n" % field for field in headers]
+    head = b"%b %b HTTP/1.1\r\n%b" % (method, target, b"".join(fields))
+    lines = len(fields) + 1
     if head.count(b"\n") != lines or head.count(b"\r") != lines or b"\0" in head or b" " in target or not target:
         raise UpstreamError("the request cannot be written as HTTP", reason="protocol")
-    return head
+    return Prepared(method, target, headers, head)
 
 
 def _in_turn(found: Sequence[tuple[Any, ...]]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, cast
 import httpx
 
 from proxy.errors import ConfigError, UpstreamError
-from proxy.transport import Body, Headers, Origin, Patience, Sink, Sockets, tls_context
+from proxy.transport import Body, Headers, Origin, Patience, Prepared, Sink, Sockets, prepare, tls_context
 
 HOP_BY_HOP = frozenset(
     {
@@ -62,12 +62,15 @@ class Source(Protocol):
 
 
 class Answer:
-    """What the upstream answered. headers: as they came, in order, without those of the connection."""
+    """What the upstream answered.
 
-    __slots__ = ("_source", "headers", "status")
+    headers: as they came, in order, without those of the connection. length: of the body, as content-length among them says.
+    """
 
-    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], source: Source) -> None:
-        self.status, self.headers, self._source = status, headers, source
+    __slots__ = ("_source", "headers", "length", "status")
+
+    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None, source: Source) -> None:
+        self.status, self.headers, self.length, self._source = status, headers, length, source
 
     def next(self) -> Awaitable[bytes]:
         """Each piece as it comes, b"" at the clean end. Raises UpstreamError when the answer broke off or fell short."""
@@ -123,18 +126,39 @@ class Upstream:
         context = _tls_context(ca_file) if tls else None
         self._sender: _Sender = Sockets(tls=context) if transport == "sockets" else _Stock(context)
 
-    def forward(self, method: bytes, target: bytes, headers: Headers, body: Body = ()) -> Awaitable[Answer]:
-        """Send a client's request on. target: path and query as the client sent them.
+    def prepare(self, method: bytes, target: bytes, headers: Headers) -> Prepared:
+        """What goes upstream before the body, for any number of bodies; a client's content-length has no part in it.
 
-        A sequence is sent with its length; what is iterated with the client's own content-length, or chunked. Raises
-        UpstreamError, and what iterating the body raises.
+        target: path and query as the client sent them. Raises UpstreamError when it cannot be written.
         """
         joined = self._targets.get(target)
         if joined is None:
             joined = join_target(self._path, self._query, target)
             if len(self._targets) < 256 and len(target) <= 256:  # targets come from outside, as names do
                 self._targets[target] = joined
-        return self._send(method, joined, headers, body)
+        return prepare(method, joined, self._fields(headers))
+
+    async def send(self, prepared: Prepared, body: Sequence[bytes]) -> Answer:
+        """Send a prepared request on, with this body and its length. Raises UpstreamError."""
+        length: int | None = len(body[0]) if len(body) == 1 else sum(map(len, body))
+        if not length and prepared.method in WITHOUT_BODY:
+            length = None
+        return _answer(await self._sender.send(self._origin, prepared, body, length, self._patience))
+
+    async def forward(self, method: bytes, target: bytes, headers: Headers, body: Body = ()) -> Answer:
+        """Send a client's request on. target: path and query as the client sent them.
+
+        A sequence is sent with its length; what is iterated with the client's own content-length, or chunked. Raises
+        UpstreamError, and what iterating the body raises.
+        """
+        prepared = self.prepare(method, target, headers)
+        if isinstance(body, Sequence):
+            return await self.send(prepared, body)
+        length = _content_length(headers)
+        framing = (b"transfer-encoding", b"chunked") if length is None else (b"content-length", b"%d" % length)
+        pieces = body if length is None else _exactly(body, length)
+        fields = [*prepared.headers, framing]
+        return _answer(await self._sender.exchange(self._origin, method, prepared.target, fields, pieces, self._patience))
 
     async def fetch(self, path: str, headers: Headers, *, timeout: float, max_bytes: int) -> tuple[int, bytes]:  # noqa: ASYNC109
         """A small GET of our own: status and body. Raises UpstreamError, also when it takes longer or is larger."""
@@ -153,25 +177,13 @@ class Upstream:
         """Close every connection."""
         await self._sender.aclose()
 
-    async def _send(self, method: bytes, target: bytes, headers: Headers, body: Body) -> Answer:
-        sent = [self._host]
-        sent += request_headers(headers)
+    def _fields(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """The header fields that go upstream, but for the one that frames the body."""
+        sent = [self._host, *request_headers(headers)]
         if self._authorization is not None:
             sent = [field for field in sent if field[0] not in (b"authorization", b"Authorization")]
             sent.append(self._authorization)
-        if isinstance(body, Sequence):
-            length = sum(map(len, body))
-            if length or method not in WITHOUT_BODY:
-                sent.append((b"content-length", b"%d" % length))
-        else:
-            length_field = _content_length(headers)
-            if length_field is None:
-                sent.append((b"transfer-encoding", b"chunked"))
-            else:
-                sent.append((b"content-length", b"%d" % length_field))
-                body = _exactly(body, length_field)
-        reply = await self._sender.exchange(self._origin, method, target, sent, body, self._patience)
-        return Answer(reply.status, answer_headers(reply.headers), reply)
+        return sent
 
 
 def join_target(base_path: bytes, base_query: bytes, target: bytes) -> bytes:
@@ -206,6 +218,11 @@ def request_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     sent = [field for field in headers if _SENT[field[0]]]
     named = _named_by_connection(headers)
     return [field for field in sent if field[0] not in named] if named else sent
+
+
+def _answer(reply: _Reply) -> Answer:
+    headers = answer_headers(reply.headers)
+    return Answer(reply.status, headers, _content_length(headers), reply)
 
 
 def answer_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
@@ -336,6 +353,10 @@ def _tls_context(ca_file: str | None) -> ssl.SSLContext:
 
 
 class _Sender(Protocol):
+    async def send(
+        self, origin: Origin, prepared: Prepared, body: Sequence[bytes], length: int | None, patience: Patience
+    ) -> _Reply: ...
+
     async def exchange(
         self, origin: Origin, method: bytes, target: bytes, headers: Headers, body: Body, patience: Patience
     ) -> _Reply: ...
@@ -362,6 +383,12 @@ class _Stock:
         ]
         self._turn = itertools.cycle(self._shards)
         self._closing: set[asyncio.Task[None]] = set()
+
+    async def send(
+        self, origin: Origin, prepared: Prepared, body: Sequence[bytes], length: int | None, patience: Patience
+    ) -> _StockReply:
+        framing = [] if length is None else [(b"content-length", b"%d" % length)]
+        return await self.exchange(origin, prepared.method, prepared.target, [*prepared.headers, *framing], body, patience)
 
     async def exchange(
         self, origin: Origin, method: bytes, target: bytes, headers: Headers, body: Body, patience: Patience

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from live.toxic import Toxic
+from live.toxic import Exchange, Toxic
 
 from proxy.errors import ConfigError, UpstreamError
 from proxy.upstream import Upstream, answer_headers, join_target, request_headers
@@ -175,6 +175,79 @@ async def test_nothing_is_added_but_host_and_length(toxic: Toxic, transport: Any
         [host, (b"x-a", b"1"), (b"content-length", b"0")],
     ]
     assert {request.connection for request in toxic.requests} == ({1} if transport == "sockets" else {1, 2, 3, 4, 5})
+    await upstream.aclose()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("transport", ["sockets", "httpx"])
+async def test_a_prepared_request_is_sent_any_number_of_times_each_with_its_own_length(toxic: Toxic, transport: Any) -> None:
+    upstream = Upstream(toxic.url + "/v1", api_key="sk-ours", transport=transport)
+    host = (b"host", toxic.url.removeprefix("http://").encode())
+    ours = (b"authorization", b"Bearer sk-ours")
+    client = [(b"content-length", b"999"), (b"x-a", b"1"), (b"connection", b"x-hop"), (b"x-hop", b"1")]
+
+    post = upstream.prepare(b"POST", b"/v1/x?a=%2F", client)
+    delete = upstream.prepare(b"DELETE", b"/v1/x", client)
+    bodies: tuple[tuple[bytes, ...], ...] = ((b"one",), (), (b"", b"t" * 70_000, b"wo"), (b"",))
+    for prepared in (post, delete, post):
+        for body in bodies:
+            answer = await upstream.send(prepared, body)
+            echo = b""
+            while piece := await answer.next():
+                echo += piece
+            answer.close()
+            assert echo == (b"".join(body) or echo)
+
+    framings = [
+        [(b"content-length", b"3")],
+        [(b"content-length", b"0")],
+        [(b"content-length", b"70002")],
+        [(b"content-length", b"0")],
+    ]
+    bare: list[list[tuple[bytes, bytes]]] = [framings[0], [], framings[2], []]
+    assert [request.headers for request in toxic.requests] == [
+        [host, (b"x-a", b"1"), ours, *framing] for framing in [*framings, *bare, *framings]
+    ]
+    assert {request.head.partition(b"\r\n")[0] for request in toxic.requests} == {
+        b"POST /v1/x?a=%2F HTTP/1.1",
+        b"DELETE /v1/x HTTP/1.1",
+    }
+    await upstream.aclose()
+
+
+@pytest.mark.parametrize("transport", ["sockets", "httpx"])
+@pytest.mark.parametrize(
+    ("target", "field"),
+    [(b"/ HTTP/1.1\r\nx: y", (b"x", b"a")), (b"/a b", (b"x", b"a")), (b"/", (b"x", b"a\r\nb: c")), (b"/", (b"x", b"a\0"))],
+)
+def test_what_would_break_the_head_cannot_be_prepared(transport: Any, target: bytes, field: tuple[bytes, bytes]) -> None:
+    with pytest.raises(UpstreamError) as caught:
+        Upstream("http://host", transport=transport).prepare(b"POST", target, [field])
+
+    assert caught.value.reason == "protocol"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("transport", ["sockets", "httpx"])
+async def test_an_answer_tells_the_length_that_it_announces(toxic: Toxic, transport: Any) -> None:
+    upstream = Upstream(toxic.url, transport=transport)
+    lengths = []
+
+    for head in (
+        b"Content-Length: 2\r\n\r\nok",
+        b"Content-Length: 0\r\n\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+    ):
+
+        async def behave(ex: Exchange, head: bytes = head) -> None:
+            await ex.send(b"HTTP/1.1 200 OK\r\n" + head)
+
+        toxic.behavior = behave
+        answer = await upstream.forward(b"GET", b"/", [])
+        lengths.append(answer.length)
+        answer.close()
+
+    assert lengths == [2, 0, None]
     await upstream.aclose()
 
 
