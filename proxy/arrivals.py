@@ -17,6 +17,9 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 Body = Sequence[bytes] | AsyncIterator[bytes]
 
+Notes = dict[object, Any]
+"""What was made of a head, by who made it."""
+
 CLIENT = "compaction-proxy.client"
 """The extension of the ASGI scope under which our own server tells more of the client than ASGI has words for."""
 DRIPS = 10

@@ -12,13 +12,13 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, MutableSet, Sequence
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from proxy.arrivals import CLIENT
+from proxy.arrivals import CLIENT, Notes
 
 JOIN_BELOW = 64 * 1024
 """A piece up to this size is copied to be written in one go with what frames it."""
@@ -30,6 +30,8 @@ what it says: a body in chunks of two bytes would take thirty times its size."""
 LOOK_EVERY = 0.25
 """Seconds between two looks whether a client is still there whose sending we do not read: the loop does not tell then."""
 
+_STATUS_LINES = {status: line.removesuffix(b"\r\n") for status, line in STATUS_LINE.items()}
+
 App = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
 
 
@@ -39,34 +41,31 @@ class Cycle:
     __slots__ = (
         "_chunked", "_end_told", "_flow", "_flusher", "_head", "_held", "_left_to_send", "_looking", "_loop", "_on_left",
         "_on_response", "_pieces", "_transport", "_until_close", "_waiter", "body_timeout", "disconnected", "keep_alive",
-        "more_body", "response_complete", "response_started", "scope", "task", "waiting_for_100_continue",
+        "more_body", "notes", "response_complete", "response_started", "scope", "task", "waiting_for_100_continue",
     )  # fmt: skip
 
     def __init__(
         self,
         scope: MutableMapping[str, Any],
+        notes: Notes,
         transport: asyncio.Transport,
         flow: FlowControl,
         loop: asyncio.AbstractEventLoop,
-        *,
-        expect_100_continue: bool,
-        keep_alive: bool,
         on_response: Callable[[], None],
     ) -> None:
-        self.scope, self.keep_alive, self.waiting_for_100_continue = scope, keep_alive, expect_100_continue
+        self.scope, self.notes = scope, notes
         self._transport, self._flow, self._loop, self._on_response = transport, flow, loop, on_response
         scope["extensions"] = {CLIENT: self}
-        self.disconnected = self.response_started = self.response_complete = False
-        self.more_body = True
+        self.keep_alive = self.more_body = True
+        self.waiting_for_100_continue = self.disconnected = self.response_started = self.response_complete = False
         self.task: asyncio.Task[None] | None = None
         self.body_timeout: float | None = None
         self._pieces: deque[bytes] = deque()
-        self._held = 0
+        self._held = self._left_to_send = 0
         self._end_told = self._until_close = self._looking = False
         self._waiter: asyncio.Future[None] | None = None
         self._on_left: Callable[[], None] | None = None
         self._chunked: bool | None = None
-        self._left_to_send = 0
         self._head = b""
         self._flusher: asyncio.Handle | None = None
 
@@ -81,13 +80,15 @@ class Cycle:
         if self._held > READ_AHEAD and not self._flow.read_paused:
             self._flow.pause_reading()
             self.look_later()
-        self.set()
+        if self._waiter is not None:
+            self.set()
 
     def end_body(self) -> None:
         """The body is whole."""
         if not self.response_complete:
             self.more_body = False
-            self.set()
+            if self._waiter is not None:
+                self.set()
 
     def lose(self) -> None:
         """The client has left."""
@@ -135,6 +136,19 @@ class Cycle:
         if tell is not None and self.disconnected:
             tell()
 
+    def whole(self, most: int) -> list[bytes] | None:
+        """All of the body, where it is here already, in one piece or in no more than `most` bytes, and none of it was taken."""
+        pieces = self._pieces
+        if self.more_body or self._end_told or self.disconnected or self.response_complete:
+            return None
+        if not pieces or (len(pieces) > 1 and self._held > most):
+            return None
+        taken = list(pieces) if len(pieces) <= MOST_APART else [b"".join(pieces)]
+        pieces.clear()
+        self._held, self._end_told = 0, True
+        self._flow.resume_reading()
+        return taken
+
     async def receive(self) -> dict[str, Any]:
         """Raises TimeoutError when the body's next piece does not come within `body_timeout`."""
         if self.waiting_for_100_continue and not self._transport.is_closing():
@@ -170,18 +184,27 @@ class Cycle:
         finally:
             timer.cancel()
 
-    async def run_asgi(self, app: App) -> None:
-        """The app's answer to the request, however it ends; what the app raises is for the loop to log."""
+    async def run_asgi(self, app: App, tasks: MutableSet[asyncio.Task[None] | None]) -> None:
+        """The app's answer to the request, however it ends; what the app raises is for the loop to log.
+
+        tasks: those under way, which this one leaves at its end.
+        """
         try:
             await app(self.scope, self.receive, self.send)
         finally:
+            tasks.discard(self.task)
+            self.task = None  # which holds us: a circle that only the collector would find
             self._on_left = None
-            if not self.response_started and not self.disconnected:
-                self._fail()
-            self._flush()
-            if not self.response_complete and not self.disconnected:
-                self._break_off()
+            if not (self.response_complete or self.disconnected):
+                self._end_badly()
             self._on_response = _nothing
+
+    def _end_badly(self) -> None:
+        if not self.response_started:
+            self._fail()
+        self._flush()
+        if not self.response_complete:
+            self._break_off()
 
     def _break_off(self) -> None:
         """The end of an answer that is not whole, so that no client takes it for a whole one."""
@@ -232,30 +255,24 @@ class Cycle:
         self.response_started = True
         self.waiting_for_100_continue = False
         bodiless = status in (204, 304)
-        parts = [STATUS_LINE[status]]
-        count, closing = len(headers) + 2, False
-        for name, value in headers:
-            if status == 204 and name == b"content-length":  # RFC 9110, section 8.6
-                count -= 1
-                continue
-            parts += (name, b": ", value, b"\r\n")
-            if name == b"content-length":
-                self._left_to_send, self._chunked = 0 if bodiless else int(value), False
-            elif name == b"connection" and value.lower() == b"close":
-                closing = True
-        if closing:
-            self.keep_alive = False
-        elif not self.keep_alive:
-            parts.append(b"connection: close\r\n")
-            count += 1
-        if self._chunked is None and self.scope["method"] != "HEAD" and not bodiless:
+        if status == 204:  # RFC 9110, section 8.6
+            headers = [field for field in headers if field[0] != b"content-length"]
+        parts = [_STATUS_LINES[status], *map(b": ".join, headers)]
+        named = dict(headers)
+        length = named.get(b"content-length")
+        if length is not None:
+            self._left_to_send, self._chunked = 0 if bodiless else int(length), False
+        elif not bodiless and self.scope["method"] != "HEAD":
             self._until_close = self.scope["http_version"] == "1.0"  # such a client does not know chunks
             self._chunked = not self._until_close
-        if self._chunked:
-            parts.append(b"transfer-encoding: chunked\r\n")
-            count += 1
-        parts.append(b"\r\n")
-        head = b"".join(parts)
+            if self._chunked:
+                parts.append(b"transfer-encoding: chunked")
+        if named.get(b"connection", b"").lower() == b"close":
+            self.keep_alive = False
+        elif not self.keep_alive:
+            parts.append(b"connection: close")
+        count = len(parts) + 1
+        head = b"\r\n".join(parts) + b"\r\n\r\n"
         if head.count(b"\n") != count or head.count(b"\r") != count or b"\0" in head:
             self.response_started = False
             raise RuntimeError("invalid response header")
@@ -269,39 +286,38 @@ class Cycle:
             self._transport.write(head)
 
     def _send_body(self, body: bytes, more: bool) -> None:
-        parts: tuple[bytes, ...] = (body,) if body else ()
+        parts = [self._head] if self._head else []
         if self.scope["method"] == "HEAD":
-            self._left_to_send, parts = 0, ()
+            self._left_to_send = 0
         elif self._chunked:
-            parts = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
+            if body:
+                parts += (b"%x\r\n" % len(body), body, b"\r\n")
             if not more:
-                parts += (b"0\r\n\r\n",)
-        elif not self._until_close:
-            self._left_to_send -= len(body)
+                parts.append(b"0\r\n\r\n")
+        else:
+            self._left_to_send -= 0 if self._until_close else len(body)
             if self._left_to_send < 0:
                 raise RuntimeError("the body is longer than its content-length")
-        self._write(parts, len(body))
-        if not more:
-            self._complete()
-
-    def _write(self, parts: tuple[bytes, ...], size: int) -> None:
+            if body:
+                parts.append(body)
         if self._head:
-            parts, self._head = (self._head, *parts), b""
+            self._head = b""
             if self._flusher is not None:
                 self._flusher.cancel()
-        if len(parts) == 1:
-            self._transport.write(parts[0])
-        elif size > JOIN_BELOW:
+        if len(body) > JOIN_BELOW:
             self._transport.writelines(parts)
         elif parts:
             self._transport.write(b"".join(parts))
+        if not more:
+            self._complete()
 
     def _complete(self) -> None:
         if self._left_to_send != 0:
             raise RuntimeError("the body is shorter than its content-length")
         self.response_complete = True
         self._pieces.clear()  # the connection keeps its last request until the next one
-        self.set()
+        if self._waiter is not None:
+            self.set()
         if not self.keep_alive:
             self._transport.close()
         self._on_response()

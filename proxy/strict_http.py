@@ -12,8 +12,10 @@ import json
 from typing import Any
 from urllib.parse import unquote
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from proxy.arrivals import Headers, Notes
 from proxy.cycle import Cycle
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -28,11 +30,35 @@ class _BadRequest(Exception):
     """Raised inside a parser callback: uvicorn then answers 400 and closes."""
 
 
+class _Head:
+    """A head that was checked. Clients say the same with each request on a connection, but for the length of the body: what
+    follows from the rest is found once, and kept for as long as it stays so.
+
+    scope: what ASGI is told of it, without what belongs to one request. notes: what apps make of it, by who made it.
+    """
+
+    __slots__ = ("_fields", "_length_at", "_method", "_url", "_version", "continues", "keep_alive", "notes", "scope")
+
+    def __init__(self, url: bytes, method: bytes, version: str, fields: Headers) -> None:
+        self._url, self._method, self._version, self._fields = url, method, version, fields.copy()
+        self._length_at = next((at for at, field in enumerate(fields) if field[0] == b"content-length"), -1)
+        self.scope: dict[str, Any] = {}
+        self.keep_alive = self.continues = False
+        self.notes: Notes = {}
+
+    def is_said_again(self, url: bytes, method: bytes, version: str, fields: Headers) -> bool:
+        """Whether another head differs in nothing but the body's length."""
+        mine, at = self._fields, self._length_at
+        if at >= 0 and len(fields) > at and fields[at][0] == b"content-length":
+            mine[at] = fields[at]
+        return fields == mine and url == self._url and method == self._method and version == self._version
+
+
 class StrictHttp(HttpToolsProtocol):
     """uvicorn's httptools protocol with a deadline and limits for the head, and nothing ambiguous let through."""
 
     header_timeout = 10.0
-    scope: Any
+    _head: _Head | None = None
     cycle: Any  # a Cycle of ours in place of uvicorn's own
     pipeline: Any
     _deadline: asyncio.TimerHandle | None = None
@@ -61,7 +87,14 @@ class StrictHttp(HttpToolsProtocol):
         if self._poisoned:
             return
         before = self._progress
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # the request is answered as if it had not asked
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request.")
+            return
         if self._progress != before:
             self._silent_bytes = 0
         else:
@@ -77,7 +110,8 @@ class StrictHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         self._progress += 1
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_head:  # what comes later is a trailer: dropped
@@ -88,18 +122,16 @@ class StrictHttp(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._progress += 1
-        parser, scope = self.parser, self.scope
-        version, method = parser.get_http_version(), parser.get_method()
-        self._check_head(version, method)
-        raw_path, _, query = self.url.partition(b"?")
-        path = raw_path.decode("ascii")
-        scope["method"], scope["http_version"] = method.decode("ascii"), version
-        scope["path"] = unquote(path) if "%" in path else path
-        scope["raw_path"], scope["query_string"] = raw_path, query
-        # an upgrade is not taken up, and the parser stops after a request that asked for one
-        keep_alive = version == "1.1" and parser.should_keep_alive() and not parser.should_upgrade()
-        before, cycle = self.cycle, self._cycle(keep_alive)
-        self.cycle = cycle
+        parser, head = self.parser, self._head
+        said = self.url, parser.get_method(), parser.get_http_version(), self.headers
+        if head is None or not head.is_said_again(*said):
+            head = self._head = self._new_head(*said)
+        scope = head.scope.copy()
+        scope["headers"] = self.headers
+        scope["state"] = self.app_state.copy()
+        before = self.cycle
+        cycle = self.cycle = Cycle(scope, head.notes, self.transport, self.flow, self.loop, self.on_response_complete)
+        cycle.keep_alive, cycle.waiting_for_100_continue = head.keep_alive, head.continues
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, self.app)
             return
@@ -110,19 +142,28 @@ class StrictHttp(HttpToolsProtocol):
             self.flow.pause_reading()
             self._running.look_later()
 
-    def _cycle(self, keep_alive: bool) -> Cycle:
-        return Cycle(
-            self.scope,
-            self.transport,
-            self.flow,
-            self.loop,
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=keep_alive,
-            on_response=self.on_response_complete,
-        )
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing to warn of: the request is answered as if it had not asked."""
+    def _new_head(self, url: bytes, method: bytes, version: str, fields: Headers) -> _Head:
+        """Raises _BadRequest."""
+        head = _Head(url, method, version, fields)
+        head.continues = self._check_head(version, method)
+        raw_path, _, query = url.partition(b"?")
+        path = raw_path.decode("ascii")
+        head.scope = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,
+            "root_path": self.root_path,
+            "method": method.decode("ascii"),
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+        }
+        # an upgrade is not taken up, and the parser stops after a request that asked for one
+        head.keep_alive = version == "1.1" and self.parser.should_keep_alive() and not self.parser.should_upgrade()
+        return head
 
     def on_body(self, body: bytes) -> None:
         self._progress += 1
@@ -155,11 +196,9 @@ class StrictHttp(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _unset_keepalive_if_required(self) -> None:
-        """Bytes alone end no idleness: they may be no request, or the rest of one that was answered before it was whole."""
-
-    def _check_head(self, version: str, method: bytes) -> None:
-        hosts, size = 0, len(self.url)
+    def _check_head(self, version: str, method: bytes) -> bool:
+        """Whether the client waits to be told to go on with the body. Raises _BadRequest."""
+        hosts, size, continues = 0, len(self.url), False
         for name, value in self.headers:
             size += len(name) + len(value) + 4
             if name == b"host":
@@ -168,7 +207,7 @@ class StrictHttp(HttpToolsProtocol):
                 if version == "1.0" or value.strip().lower() != b"chunked":
                     raise _BadRequest
             elif name == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
+                continues = True
         if size > MAX_HEAD_BYTES:  # of a head that came in one read; a longer one is refused before it ends
             raise _BadRequest
         if hosts != 1 and (hosts > 1 or version != "1.0"):
@@ -180,13 +219,13 @@ class StrictHttp(HttpToolsProtocol):
             raise _BadRequest
         if method == b"TRACE" or method == b"CONNECT":
             raise _BadRequest
+        return continues
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._running, self._idle_since = cycle, None
         if self.flow.read_paused:
             cycle.look_later()
-        task = cycle.task = self.loop.create_task(cycle.run_asgi(app))
-        task.add_done_callback(self.tasks.discard)
+        task = cycle.task = self.loop.create_task(cycle.run_asgi(app, self.tasks))
         self.tasks.add(task)
 
     def send_400_response(self, msg: str) -> None:

@@ -400,6 +400,64 @@ async def test_a_request_under_way_outlasts_the_time_for_idle_connections(app: R
         assert statuses(await reader.readuntil(b"ok")) == ["200"]
 
 
+FIRST = b"POST /a?q HTTP/1.1\r\nHost: x\r\nAuthorization: one\r\nContent-Length: 1\r\n\r\nA"
+OTHERS = {
+    "another path": FIRST.replace(b"/a?q", b"/b?q"),
+    "another query": FIRST.replace(b"/a?q", b"/a?r"),
+    "another method": FIRST.replace(b"POST", b"PUT"),
+    "another credential": FIRST.replace(b"one", b"two"),
+    "one field more": FIRST.replace(b"Host", b"X-A: 1\r\nHost"),
+    "one field less": FIRST.replace(b"Authorization: one\r\n", b""),
+    "another order": FIRST.replace(b"Host: x\r\nAuthorization: one", b"Authorization: one\r\nHost: x"),
+    "chunks": FIRST.replace(b"Content-Length: 1\r\n\r\nA", b"Transfer-Encoding: chunked\r\n\r\n1\r\nA\r\n0\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("other", [FIRST, FIRST.replace(b": 1\r\n\r\nA", b": 3\r\n\r\nABC")])
+@pytest.mark.parametrize("times", [1, 2])
+async def test_what_was_made_of_a_head_is_kept_while_it_says_the_same(other: bytes, times: int) -> None:
+    assert [kept for kept, _ in await kept_over([FIRST, *[other] * times])] == [False, *[True] * times]
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+async def test_nothing_made_of_a_head_is_kept_for_one_that_says_anything_else(other: bytes) -> None:
+    first, second, third, fourth = await kept_over([FIRST, other, FIRST, other])
+
+    assert [first[0], second[0], third[0], fourth[0]] == [False] * 4
+    assert first[1] == third[1] != second[1] == fourth[1]
+
+
+async def kept_over(requests: list[bytes]) -> list[tuple[bool, Any]]:
+    """For each request on one connection: whether it found what the one before it left, and what ASGI was told of it."""
+    told: list[tuple[bool, Any]] = []
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            notes = scope["extensions"][CLIENT].notes
+            plain = {name: scope[name] for name in ("method", "path", "raw_path", "query_string", "headers", "http_version")}
+            told.append(("seen" in notes, plain))
+            notes["seen"] = True
+            while (await receive())["more_body"]:
+                pass
+        await hasty(scope, receive, send)
+
+    async with client(noting) as (reader, writer):
+        for request in requests:
+            writer.write(request)
+            await reader.readuntil(b"no")
+    return told
+
+
+async def test_a_head_that_is_refused_is_refused_behind_one_that_was_not(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(GET)
+        await reader.readuntil(b"ok")
+        writer.write(GET.replace(b"Host: x", b"Host: x\r\nHost: y"))
+
+        assert statuses((await until_quiet(reader))[0]) == ["400"]
+    assert len(app.seen) == 1
+
+
 async def test_a_body_that_nobody_read_is_not_kept_behind_its_answer() -> None:
     scopes: list[Any] = []
 
