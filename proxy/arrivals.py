@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -37,9 +36,15 @@ class Leaves(Protocol):
 
 
 class Client(Leaves, Protocol):
-    """body_timeout: seconds that `receive` waits for the next piece of a body; it raises TimeoutError then."""
+    """body_timeout: seconds that `receive` waits for the next piece of a body; it raises TimeoutError then. notes: kept for as
+    long as the heads on the client's connection say the same, but for the length of the body."""
 
     body_timeout: float | None
+    notes: Notes
+
+    def whole(self, most: int) -> Sequence[bytes] | None:
+        """All of the body, where it is here already, in one piece or in no more than `most` bytes, and none of it was taken."""
+        ...
 
     def put(self, piece: bytes) -> bool:
         """Sends a piece of an answer that has begun and has no length, at once; whether the client's socket takes more."""
@@ -55,6 +60,12 @@ def client_of(scope: Scope) -> Client | None:
     extensions = scope.get("extensions")
     client: Client | None = extensions.get(CLIENT) if extensions else None
     return client
+
+
+def notes_of(scope: Scope) -> Notes:
+    """Those of the client's connection; under a server that is not ours, of this request alone."""
+    client = client_of(scope)
+    return {} if client is None else client.notes
 
 
 def header(headers: Headers, name: bytes) -> str:
@@ -75,17 +86,30 @@ class Held:
 class Upload:
     """The body of a request, and the client behind it. size: bytes of it that are held, no longer than the block around it."""
 
-    __slots__ = ("_client", "_held", "_receive", "_timeout", "first", "size", "whole")
+    __slots__ = ("_client", "_gone", "_held", "_receive", "_timeout", "_watched", "first", "size", "whole")
 
     def __init__(self, scope: Scope, receive: Receive, body_timeout: float | None, held: Held) -> None:
         """body_timeout: seconds that each piece may take, where our own server is in front."""
         self._receive, self._timeout, self._held = receive, body_timeout, held
         self.size = 0
-        self._client = client_of(scope)
-        if self._client is not None:
-            self._client.body_timeout = body_timeout
+        client = self._client = client_of(scope)
+        if client is not None:
+            client.body_timeout = body_timeout
         self.first: Sequence[bytes] = ()
-        self.whole = False
+        self.whole = self._gone = False
+        self._watched: Leaves | None = None
+
+    def takes_at_hand(self, most: int) -> bool:
+        """What `read` does, at once, where all of the body is here; else False."""
+        if self._client is None or self._held.bytes > self._held.most:
+            return False
+        pieces = self._client.whole(most)
+        if pieces is None:
+            return False
+        self.first, self.whole = pieces, True
+        self.size = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
+        self._held.bytes += self.size
+        return True
 
     async def read(self, most: int) -> None:
         """Fills `first`, and tells in `whole` whether that is all; stops beyond `most` bytes, or what may be held of all bodies.
@@ -107,24 +131,33 @@ class Upload:
                 raise _late()
         self.first = pieces
 
+    def end_with_client(self) -> None:
+        """From here on the client's leaving ends the block around the upload at once, which raises ClientGone then."""
+        watched = self._watched = self._client or _Watcher(self)
+        watched.when_left(self._leave)
+
+    def _leave(self) -> None:
+        self._gone = True
+        if self._watched is not None and self._watched.task is not None:
+            self._watched.task.cancel()
+
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._let_go()
-
-    def _let_go(self) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        watched = self._watched
+        if watched is not None:
+            watched.when_left(None)
         self._held.bytes -= self.size
         self.size = 0
+        if self._gone and watched is not None and watched.task is not None and isinstance(error, asyncio.CancelledError):
+            watched.task.uncancel()
+            raise ClientGone from None
 
     @property
     def body(self) -> Body:
         """All of it: at hand, or as it comes."""
         return self.first if self.whole else self._pieces()
-
-    def while_client_stays(self) -> AbstractContextManager[None]:
-        """Stops what is in it at once when the client leaves. Raises ClientGone then."""
-        return _Stay(self._client or _Watcher(self))
 
     async def left(self) -> None:
         """Returns when the client has left. To be asked after the whole body is read."""
@@ -136,7 +169,8 @@ class Upload:
         for piece in self.first:
             yield piece
         self.first = ()
-        self._let_go()  # from here on it only passes through
+        self._held.bytes -= self.size  # from here on it only passes through
+        self.size = 0
         while not self.whole:
             try:
                 piece = self._piece(await self._receive())
@@ -155,31 +189,6 @@ class Upload:
 
 def _late() -> ClientError:
     return ClientError("the request's body did not arrive in time", status=408, code="request_timeout")
-
-
-class _Stay:
-    """A block that ends when the client leaves."""
-
-    __slots__ = ("_client", "_gone", "_task")
-
-    def __init__(self, client: Leaves) -> None:
-        self._client = client
-        self._gone = False
-
-    def __enter__(self) -> None:
-        self._task = self._client.task
-        self._client.when_left(self._leave)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._client.when_left(None)
-        if self._gone and self._task is not None and isinstance(error, asyncio.CancelledError):
-            self._task.uncancel()
-            raise ClientGone from None
-
-    def _leave(self) -> None:
-        self._gone = True
-        if self._task is not None:
-            self._task.cancel()
 
 
 class _Watcher:

@@ -14,7 +14,7 @@ import msgspec
 from starlette.types import ASGIApp
 
 from proxy.answers import reply
-from proxy.arrivals import Headers, Receive, Scope, Send
+from proxy.arrivals import Headers, Receive, Scope, Send, notes_of
 
 ANYONE = "*"
 """The allowed host that leaves a listener ungated."""
@@ -72,7 +72,13 @@ class Gated:
         self._app, self._gate, self._refused = app, gate, refused
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        reason = self._gate.refusal(scope["headers"]) if scope["type"] == "http" else None
+        if scope["type"] != "http":
+            return self._app(scope, receive, send)
+        notes = notes_of(scope)
+        try:
+            reason = notes[self]
+        except KeyError:
+            reason = notes[self] = self._gate.refusal(scope["headers"])
         return self._app(scope, receive, send) if reason is None else self._refuse(reason, scope["headers"], send)
 
     async def _refuse(self, reason: str, headers: Headers, send: Send) -> None:
