@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from typing import get_args
 
 import msgspec
 
 from proxy import overflow
 from proxy.arrivals import Client, Headers, Send, header
-from proxy.decisions import Decision
+from proxy.decisions import Decision, Outcome
 from proxy.errors import ClientError, Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, saved
 from proxy.transport import Sink
@@ -178,13 +179,43 @@ def fed(tap: UsageTap, chunk: bytes) -> UsageTap | None:
     return None
 
 
-async def poured(source: Answer | Replay | Edited, client: Client, pass_on: Sink) -> bool:
-    """Whether the rest of an answer went to the client as it came, without waking us for each piece; else it is yet to be
-    fetched. pass_on: sends a piece, and says whether the client's socket takes more. Raises UpstreamError."""
-    while (rest := source.pour(pass_on)) is not None:
-        if await rest:
-            return True
-        await client.drain()
+class Passing:
+    """An answer as it goes by: read by the tap, and how it ends so far is known. tap: None where nobody reads it."""
+
+    __slots__ = ("_put", "_tap", "feed", "last")
+
+    def __init__(self, tap: UsageTap | None, coding: str) -> None:
+        self._tap = tap
+        # of what is not compressed the tap keeps the pieces and does no more: nothing there can fail
+        self.feed: Callable[[bytes], object] = _unread if tap is None else self._guarded if coding else tap.feed
+        self._put: Sink = _full
+        self.last = b"\n\n"
+
+    def _guarded(self, chunk: bytes) -> None:
+        if self._tap is not None:
+            self._tap = fed(self._tap, chunk)
+
+    def _pass_on(self, chunk: bytes) -> bool:
+        self.feed(chunk)
+        self.last = chunk
+        return self._put(chunk)
+
+    async def poured(self, source: Answer | Replay | Edited, client: Client) -> bool:
+        """Whether the rest of an answer went to the client as it came, without waking us for each piece; else it is yet to be
+        fetched. Raises UpstreamError."""
+        self._put = client.put
+        while (rest := source.pour(self._pass_on)) is not None:
+            if await rest:
+                return True
+            await client.drain()
+        return False
+
+
+def _unread(_: bytes) -> None:
+    """What becomes of an answer that no tap reads."""
+
+
+def _full(_: bytes) -> bool:
     return False
 
 
@@ -203,15 +234,19 @@ def may_be_too_long(decision: Decision, answer: Answer | Replay) -> bool:
 
 def told(decision: Decision) -> Headers:
     """The response headers that say what was done."""
-    fields = [(b"x-compaction", decision.outcome.encode() if decision.outcome != "rejected" else b"none")]
-    if decision.before is not None:
-        after = decision.before if decision.after is None else decision.after
-        fields += [(b"x-compaction-tokens-before", b"%d" % decision.before), (b"x-compaction-tokens-after", b"%d" % after)]
+    before, reason = decision.before, decision.reason
+    fields = [_OUTCOMES[decision.outcome]]
+    if before is not None:
+        after = before if decision.after is None else decision.after
+        fields += ((b"x-compaction-tokens-before", b"%d" % before), (b"x-compaction-tokens-after", b"%d" % after))
     if decision.layers:
         fields.append((b"x-compaction-layers", ",".join(decision.layers).encode()))
-    if decision.reason is not None and decision.reason != "fits":
-        fields.append((b"x-compaction-reason", decision.reason.encode()))
+    if reason is not None and reason != "fits":
+        fields.append((b"x-compaction-reason", reason.encode()))
     return fields
+
+
+_OUTCOMES = {outcome: (b"x-compaction", b"none" if outcome == "rejected" else outcome.encode()) for outcome in get_args(Outcome)}
 
 
 def compact_answer(decision: Decision, body: bytes) -> bytes:

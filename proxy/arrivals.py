@@ -64,8 +64,11 @@ def client_of(scope: Scope) -> Client | None:
 
 def notes_of(scope: Scope) -> Notes:
     """Those of the client's connection; under a server that is not ours, of this request alone."""
-    client = client_of(scope)
-    return {} if client is None else client.notes
+    try:
+        notes: Notes = scope["extensions"][CLIENT].notes
+    except (KeyError, TypeError):
+        return {}
+    return notes
 
 
 def header(headers: Headers, name: bytes) -> str:

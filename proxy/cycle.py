@@ -40,7 +40,7 @@ class Cycle:
 
     __slots__ = (
         "_chunked", "_end_told", "_flow", "_flusher", "_head", "_held", "_left_to_send", "_looking", "_loop", "_on_left",
-        "_on_response", "_pieces", "_transport", "_until_close", "_waiter", "body_timeout", "disconnected", "keep_alive",
+        "_on_response", "_pieces", "_sent", "_transport", "_until_close", "_waiter", "body_timeout", "disconnected", "keep_alive",
         "more_body", "notes", "response_complete", "response_started", "scope", "task", "waiting_for_100_continue",
     )  # fmt: skip
 
@@ -52,9 +52,12 @@ class Cycle:
         flow: FlowControl,
         loop: asyncio.AbstractEventLoop,
         on_response: Callable[[], None],
+        sent: Awaitable[None],
     ) -> None:
+        """sent: done; what `send` gives to wait for where there is nothing to wait for."""
         self.scope, self.notes = scope, notes
-        self._transport, self._flow, self._loop, self._on_response = transport, flow, loop, on_response
+        self._transport, self._flow, self._loop = transport, flow, loop
+        self._on_response, self._sent = on_response, sent
         scope["extensions"] = {CLIENT: self}
         self.keep_alive = self.more_body = True
         self.waiting_for_100_continue = self.disconnected = self.response_started = self.response_complete = False
@@ -217,23 +220,31 @@ class Cycle:
     def _fail(self) -> None:
         """An answer in place of the one that the app did not give."""
         body = b"Internal Server Error"
-        self._start(500, [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(body)), (b"connection", b"close")])
+        self._start(
+            500,
+            [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(body)), (b"connection", b"close")],
+            waits=False,
+        )
         self._send_body(body, more=False)
 
-    async def send(self, message: MutableMapping[str, Any]) -> None:
-        """Takes an ASGI message; waits while the client's socket is full."""
+    def send(self, message: MutableMapping[str, Any]) -> Awaitable[None]:
+        """Takes an ASGI message, at once where the client's socket is not full."""
         if self._flow.write_paused:
-            await self.drain()
-        if self.disconnected:
-            return
-        kind = message["type"]
-        if kind == "http.response.body" and self.response_started:
-            if not self.response_complete:
-                self._send_body(message.get("body", b""), message.get("more_body", False))
-        elif kind == "http.response.start" and not self.response_started:
-            self._start(message["status"], message.get("headers", ()), waits=message.get("waits", True))
-        else:
-            raise RuntimeError(f"unexpected ASGI message {kind!r}")
+            return self._send_later(message)
+        if not self.disconnected:
+            kind = message["type"]
+            if kind == "http.response.body" and self.response_started:
+                if not self.response_complete:
+                    self._send_body(message.get("body", b""), message.get("more_body", False))
+            elif kind == "http.response.start" and not self.response_started:
+                self._start(message["status"], message.get("headers", ()), message.get("waits", True))
+            else:
+                raise RuntimeError(f"unexpected ASGI message {kind!r}")
+        return self._sent
+
+    async def _send_later(self, message: MutableMapping[str, Any]) -> None:
+        await self.drain()
+        await self.send(message)
 
     def put(self, piece: bytes) -> bool:
         """What `send` does with a piece of the body that is not the last, at once; whether the socket takes more."""
@@ -250,7 +261,7 @@ class Cycle:
         if self._flow.write_paused and not self.disconnected:
             await self._flow.drain()
 
-    def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]], *, waits: bool = True) -> None:
+    def _start(self, status: int, headers: Sequence[tuple[bytes, bytes]], waits: bool) -> None:
         """waits: whether the app may wait before the first piece of the body; the head then leaves alone."""
         self.response_started = True
         self.waiting_for_100_continue = False

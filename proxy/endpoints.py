@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, TypeVar
 from proxy.answers import (
     REFUSALS,
     Edited,
+    Passing,
     Replay,
     compact_answer,
     error_event,
-    fed,
     may_be_too_long,
-    poured,
     refuse,
     refuse_for,
     reply,
     told,
     with_usage_raised,
 )
-from proxy.arrivals import Body, Headers, Held, Notes, Receive, Scope, Send, Upload, client_of, header, notes_of
+from proxy.arrivals import Body, Headers, Held, Notes, Receive, Scope, Send, Upload, client_of, notes_of
 from proxy.asked import REWRITTEN, Asked, asked, endpoint_of
 from proxy.compactor import Compactor
 from proxy.decisions import Decision, Wish
@@ -340,17 +339,18 @@ class Proxy:
         exchange.altered = lowered if lowered is not None else exchange.altered
         return lowered is not None
 
-    async def _edited(self, exchange: Exchange, answer: Answer | Replay, tap: UsageTap) -> Answer | Replay | Edited:
+    async def _edited(
+        self, exchange: Exchange, answer: Answer | Replay, kind: str, coding: str, tap: UsageTap
+    ) -> Answer | Replay | Edited:
         """The answer with its usage as the client is to see it; the same answer when there is nothing to do to it."""
         saved = exchange.saved if self._options.original_usage else 0
         if not saved and not exchange.asked_usage:
             return answer
-        kind, plain = header(answer.headers, b"content-type"), not header(answer.headers, b"content-encoding")
         edited: Answer | Replay | Edited = answer
-        raised = plain and "event-stream" in kind
+        raised = not coding and "event-stream" in kind
         if raised:
             edited = Edited(answer, StreamEditor(saved=saved, without_usage=exchange.asked_usage), tap)
-        elif plain and saved and "json" in kind:
+        elif not coding and saved and "json" in kind:
             edited, raised = await with_usage_raised(answer, saved, tap)
         if saved:
             exchange.beside.append((b"x-compaction-usage", b"original" if raised else b"upstream"))
@@ -358,45 +358,38 @@ class Proxy:
 
     async def _stream(self, exchange: Exchange, scope: Scope, answer: Answer | Replay, send: Send) -> None:
         """The answer, chunk by chunk as it comes. One that breaks off never gets a clean end."""
-        kind, coding = header(answer.headers, b"content-type"), header(answer.headers, b"content-encoding")
+        said = dict(answer.headers)
+        kind, coding = said.get(b"content-type", b"").decode("latin-1"), said.get(b"content-encoding", b"").decode("latin-1")
         chat = exchange.endpoint == CHAT
         tap = UsageTap(kind, coding) if chat and answer.status < 300 else None
-        source: Answer | Replay | Edited = answer if tap is None else await self._edited(exchange, answer, tap)
-        feeding = tap if source is answer else None  # an edited answer is read as it came
+        source: Answer | Replay | Edited = answer
+        if tap is not None and (exchange.asked_usage or self._options.original_usage):
+            source = await self._edited(exchange, answer, kind, coding, tap)
+        passing = Passing(tap if source is answer else None, coding)  # an edited answer is read as it came
         if self._explainer is not None:
             self._explain(exchange)
         headers = source.headers + told(exchange.decision) + exchange.beside if chat else source.headers
         exchange.status, exchange.answering = answer.status, True
         # waits: a hint to our own server, which ASGI leaves room for
         await send({"type": "http.response.start", "status": answer.status, "headers": headers, "waits": not source.ready})
-        client = client_of(scope) if not any(name == b"content-length" for name, _ in headers) else None
-        last = b"\n\n"
-
-        def note(chunk: bytes) -> None:
-            nonlocal feeding, last
-            if feeding is not None:
-                feeding = fed(feeding, chunk)
-            last = chunk
-
-        def pass_on(chunk: bytes) -> bool:
-            note(chunk)
-            return client is not None and client.put(chunk)
-
+        client = None if source is answer and b"content-length" in said else client_of(scope)
+        feed = passing.feed
         try:
             while chunk := await source.next():
                 if exchange.first_chunk_at is None:
                     exchange.first_chunk_at = time.perf_counter()
-                note(chunk)
+                feed(chunk)
+                passing.last = chunk
                 ended = source.ended
                 await send({"type": "http.response.body", "body": chunk, "more_body": not ended})
                 if ended:
                     return
-                if client is not None and await poured(source, client, pass_on):
+                if client is not None and await passing.poured(source, client):
                     break
         except UpstreamError as error:
             exchange.upstream_error, exchange.aborted = error.reason, True
             if "event-stream" in kind and not coding:
-                await send({"type": "http.response.body", "body": error_event(error, last), "more_body": True})
+                await send({"type": "http.response.body", "body": error_event(error, passing.last), "more_body": True})
             # without a last body message the server drops the connection: the client cannot take it for a whole answer
             return
         finally:
@@ -417,14 +410,15 @@ class Proxy:
                 exchange.beside.append((b"x-compaction-id", id.encode()))
 
     def _record(self, exchange: Exchange) -> None:
-        self._explain(exchange)
-        decision, usage = exchange.decision, exchange.usage
+        if self._explainer is not None:
+            self._explain(exchange)
+        decision = exchange.decision
         if exchange.endpoint == CHAT and exchange.status < 300:
-            self._compactor.answered(decision, usage)
+            self._compactor.answered(decision, exchange.usage)
         record = record_of(exchange)
         self._metrics.record(record)
         if exchange.trace is not None:
-            exchange.trace.end(record, usage.model, span_event(decision))
+            exchange.trace.end(record, exchange.usage.model, span_event(decision))
         if decision.model is not None and decision.budget is not None and decision.window is not None:
             self._metrics.set_window(decision.model, decision.window.tokens, decision.budget.usable)
         if decision.is_event and decision.before:

@@ -71,6 +71,8 @@ class StrictHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._sent: asyncio.Future[None] = self.loop.create_future()
+        self._sent.set_result(None)
         self._start_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -130,7 +132,7 @@ class StrictHttp(HttpToolsProtocol):
         scope["headers"] = self.headers
         scope["state"] = self.app_state.copy()
         before = self.cycle
-        cycle = self.cycle = Cycle(scope, head.notes, self.transport, self.flow, self.loop, self.on_response_complete)
+        cycle = self.cycle = Cycle(scope, head.notes, self.transport, self.flow, self.loop, self.on_response_complete, self._sent)
         cycle.keep_alive, cycle.waiting_for_100_continue = head.keep_alive, head.continues
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, self.app)
