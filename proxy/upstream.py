@@ -8,35 +8,18 @@ import importlib.util
 import itertools
 import re
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Literal, Protocol, cast
 
 import httpx
 
+from proxy.connection import HOP_BY_HOP, NEVER_NAMED_AWAY, Headers, Origin, Sink, end_to_end, named_by_connection
 from proxy.errors import ConfigError, UpstreamError
-from proxy.transport import Body, Headers, Origin, Patience, Prepared, Sink, Sockets, prepare, tls_context
+from proxy.transport import Body, Patience, Prepared, Sockets, prepare, tls_context
 
-HOP_BY_HOP = frozenset(
-    {
-        b"connection",
-        b"proxy-connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authorization",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-    }
-)
-"""Fields that speak about one connection (RFC 9110, section 7.6.1)."""
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"expect", b"content-length", b"forwarded", b"x-real-ip", b"true-client-ip"}
 """Never sent upstream as they came: framing and host are ours to write; providers' edges refuse forwarding headers."""
 NOT_FORWARDED_PREFIXES = (b"x-compaction", b"x-forwarded-", b"cf-")
-NEVER_NAMED_AWAY = frozenset(
-    {b"authorization", b"host", b"cookie", b"content-type", b"content-length", b"content-encoding", b"api-key", b"x-api-key"}
-)
-"""A client cannot have these removed by naming them in its Connection header."""
 WITHOUT_BODY = frozenset({b"GET", b"HEAD", b"OPTIONS", b"DELETE", b"TRACE"})
 """Methods whose requests get no `content-length: 0` when they come without a body."""
 MAX_COMPLETION_BYTES = 16 * 1024 * 1024
@@ -45,55 +28,44 @@ SHARDS = 16
 """Stock pools scan all their connections at each step: 16 pools carry 3,000 streams where one does not (measured)."""
 
 
-class Source(Protocol):
-    """Where the pieces of an answer come from: a `transport.Reply`, or a stock httpx answer."""
+class Answer(Protocol):
+    """What the upstream answered: a `connection.Reply`, or a stock httpx answer.
 
-    def next(self) -> Awaitable[bytes]: ...
-
-    def pour(self, sink: Sink) -> Awaitable[bool] | None: ...
-
-    @property
-    def ready(self) -> bool: ...
-
-    @property
-    def ended(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class Answer:
-    """What the upstream answered.
-
-    headers: as they came, in order, without those of the connection. length: of the body, as content-length among them says.
+    headers: as they came, names in lower case, in order, without those of the connection. length: of the body, as the
+    content-length among them says; None without one.
     """
 
-    __slots__ = ("_source", "headers", "length", "status")
+    @property
+    def status(self) -> int: ...
 
-    def __init__(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None, source: Source) -> None:
-        self.status, self.headers, self.length, self._source = status, headers, length, source
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]: ...
+
+    @property
+    def length(self) -> int | None: ...
 
     def next(self) -> Awaitable[bytes]:
         """Each piece as it comes, b"" at the clean end. Raises UpstreamError when the answer broke off or fell short."""
-        return self._source.next()
+        ...
 
     def pour(self, sink: Sink) -> Awaitable[bool] | None:
         """Has each piece handed to the sink as it comes, without waking anybody: True at the clean end, False as soon as the
         sink is full. None where the transport cannot. Raises UpstreamError."""
-        return self._source.pour(sink)
+        ...
 
     @property
     def ready(self) -> bool:
         """Whether `next` has something to give without waiting."""
-        return self._source.ready
+        ...
 
     @property
     def ended(self) -> bool:
         """Whether all of it has been fetched: `next` would say so without waiting."""
-        return self._source.ended
+        ...
 
     def close(self) -> None:
         """End it; the socket is closed unless the answer was read to its clean end. Twice does no harm."""
-        self._source.close()
+        ...
 
 
 class Upstream:
@@ -138,12 +110,12 @@ class Upstream:
                 self._targets[target] = joined
         return prepare(method, joined, self._fields(headers))
 
-    async def send(self, prepared: Prepared, body: Sequence[bytes]) -> Answer:
+    def send(self, prepared: Prepared, body: Sequence[bytes]) -> Awaitable[Answer]:
         """Send a prepared request on, with this body and its length. Raises UpstreamError."""
         length: int | None = len(body[0]) if len(body) == 1 else sum(map(len, body))
         if not length and prepared.method in WITHOUT_BODY:
             length = None
-        return _answer(await self._sender.send(self._origin, prepared, body, length, self._patience))
+        return self._sender.send(self._origin, prepared, body, length, self._patience)
 
     async def forward(self, method: bytes, target: bytes, headers: Headers, body: Body = ()) -> Answer:
         """Send a client's request on. target: path and query as the client sent them.
@@ -158,7 +130,7 @@ class Upstream:
         framing = (b"transfer-encoding", b"chunked") if length is None else (b"content-length", b"%d" % length)
         pieces = body if length is None else _exactly(body, length)
         fields = [*prepared.headers, framing]
-        return _answer(await self._sender.exchange(self._origin, method, prepared.target, fields, pieces, self._patience))
+        return await self._sender.exchange(self._origin, method, prepared.target, fields, pieces, self._patience)
 
     async def fetch(self, path: str, headers: Headers, *, timeout: float, max_bytes: int) -> tuple[int, bytes]:  # noqa: ASYNC109
         """A small GET of our own: status and body. Raises UpstreamError, also when it takes longer or is larger."""
@@ -216,69 +188,32 @@ def _overlap(base_path: bytes, path: bytes) -> int:
 def request_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """What goes upstream of a client's headers (names in lower case), in order, duplicates kept."""
     sent = [field for field in headers if _SENT[field[0]]]
-    named = _named_by_connection(headers)
+    named = named_by_connection(headers)
     return [field for field in sent if field[0] not in named] if named else sent
-
-
-def _answer(reply: _Reply) -> Answer:
-    headers = answer_headers(reply.headers)
-    return Answer(reply.status, headers, _content_length(headers), reply)
 
 
 def answer_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
     """What goes to the client of the upstream's headers, names in lower case, in order, duplicates kept."""
-    kept = [(lower, value) for name, value in headers if (lower := _ANSWERED[name])]
-    if len(kept) == len(headers):
-        return kept
-    lowered = [(name.lower(), value) for name, value in headers]
-    named = _named_by_connection(lowered)
-    if any(name == b"transfer-encoding" for name, _ in lowered):
-        named = named | {b"content-length"}
-    return [field for field in kept if field[0] not in named] if named else kept
+    return end_to_end([(name.lower(), value) for name, value in headers])
 
 
-class _Fates(dict[bytes, bytes]):
-    """What becomes of a header, by its name: the name to pass it on under, or nothing. Decided once a name."""
+class _Sent(dict[bytes, bool]):
+    """Whether a header goes upstream, by its name. Decided once a name."""
 
-    def __init__(self, decide: Callable[[bytes], bytes]) -> None:
-        super().__init__()
-        self._decide = decide
-
-    def __missing__(self, name: bytes) -> bytes:
-        fate = self._decide(name)
+    def __missing__(self, name: bytes) -> bool:
+        sent = name not in NOT_FORWARDED and not name.startswith(NOT_FORWARDED_PREFIXES) and not (b"_" in name and _shadows(name))
         if len(self) < 1024 and len(name) <= 64:  # names come from outside: they must not fill the memory
-            self[name] = fate
-        return fate
+            self[name] = sent
+        return sent
 
 
-def _fate_upstream(name: bytes) -> bytes:
-    dropped = name in NOT_FORWARDED or name.startswith(NOT_FORWARDED_PREFIXES) or (b"_" in name and _shadows(name))
-    return b"" if dropped else name
-
-
-def _fate_to_client(name: bytes) -> bytes:
-    return b"" if name.lower() in HOP_BY_HOP else name.lower()
-
-
-_SENT, _ANSWERED = _Fates(_fate_upstream), _Fates(_fate_to_client)
+_SENT = _Sent()
 
 
 def _shadows(name: bytes) -> bool:
     """Whether a name with underscores reads, to servers that map both to one, as a header that has a meaning to us."""
     dashed = name.replace(b"_", b"-")
     return dashed in NOT_FORWARDED or dashed in NEVER_NAMED_AWAY or dashed.startswith(NOT_FORWARDED_PREFIXES)
-
-
-def _named_by_connection(headers: Headers) -> frozenset[bytes]:
-    """The headers (names in lower case) that the connection's own says to drop, as far as it may."""
-    values = [value for name, value in headers if name == b"connection"]
-    if not values or values in _USUAL_CONNECTIONS:
-        return frozenset()
-    tokens = frozenset(token.strip().lower() for value in values for token in value.split(b","))
-    return tokens - NEVER_NAMED_AWAY - {b"", b"close", b"keep-alive"}
-
-
-_USUAL_CONNECTIONS = ([b"keep-alive"], [b"close"], [b"Keep-Alive"], [b"Close"])
 
 
 def _content_length(headers: Headers) -> int | None:
@@ -355,21 +290,13 @@ def _tls_context(ca_file: str | None) -> ssl.SSLContext:
 class _Sender(Protocol):
     async def send(
         self, origin: Origin, prepared: Prepared, body: Sequence[bytes], length: int | None, patience: Patience
-    ) -> _Reply: ...
+    ) -> Answer: ...
 
     async def exchange(
         self, origin: Origin, method: bytes, target: bytes, headers: Headers, body: Body, patience: Patience
-    ) -> _Reply: ...
+    ) -> Answer: ...
 
     async def aclose(self) -> None: ...
-
-
-class _Reply(Source, Protocol):
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def headers(self) -> list[tuple[bytes, bytes]]: ...
 
 
 class _Stock:
@@ -433,11 +360,12 @@ class _StockBody(httpx.AsyncByteStream):
 
 
 class _StockReply:
-    """An httpx answer in the shape of `transport.Reply`."""
+    """A stock httpx answer as an `Answer`."""
 
     def __init__(self, response: httpx.Response, closing: set[asyncio.Task[None]]) -> None:
         self.status = response.status_code
-        self.headers = response.headers.raw
+        self.headers = answer_headers(response.headers.raw)
+        self.length = _content_length(self.headers)
         self._response: httpx.Response | None = response
         self._pieces = aiter(cast(httpx.AsyncByteStream, response.stream))
         self._closing = closing

@@ -143,6 +143,30 @@ async def test_headers_keep_order_and_duplicates_and_trailers_are_not_among_them
     assert answer.headers == [(b"set-cookie", b"a=1"), (b"x-one", b"1"), (b"set-cookie", b"b=2"), (b"empty", b"")]
 
 
+async def test_neither_trailers_nor_interim_answers_tell_anything_of_the_next_answer(toxic: Toxic, upstream: Upstream) -> None:
+    toxic.behavior = raw(
+        b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n",
+        OK + b"X-One: 1\r\nTransfer-Encoding: chunked\r\nConnection: keep-alive\r\n\r\n2\r\nok\r\n0\r\nX-Trailer: 1\r\n\r\n",
+    )
+
+    for _ in range(3):
+        answer = await upstream.forward(b"GET", b"/", [])
+        assert (answer.headers, answer.length, await read(answer)) == ([(b"x-one", b"1")], None, b"ok")
+
+
+async def test_a_closed_answer_gives_nothing_more(toxic: Toxic, ours: Upstream) -> None:
+    toxic.behavior = raw(OK + b"Content-Length: 7\r\n\r\nsecret")
+
+    answer = await ours.forward(b"GET", b"/", [])
+    while not answer.ready:
+        await asyncio.sleep(0.005)
+    answer.close()
+
+    assert (answer.ready, answer.ended) == (False, False)
+    with pytest.raises(UpstreamError):
+        await answer.next()
+
+
 @pytest.mark.parametrize(
     "answer",
     [
