@@ -238,14 +238,15 @@ class Connection(asyncio.Protocol):
                 self.fail("the upstream's answer has endless headers", "protocol")
         else:
             reply.silent = 0
-            reply.held += size
             if reply.sink is not None and not reply.full:
                 reply.full = not reply.sink(reply.take())
                 if not (reply.full or reply.finished or reply.failure):
                     return
-            if reply.held > READ_AHEAD and not reply.paused and self.living:
-                reply.paused = True
-                self.transport.pause_reading()
+            else:
+                reply.held += size
+                if reply.held > READ_AHEAD and not reply.paused and self.living:
+                    reply.paused = True
+                    self.transport.pause_reading()
         if (reader := reply.reader) is not None and not reader.done():
             reader.set_result(None)
 
