@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from proxy.conversation import Message, Messages, Opaque, Part, Text, ToolCall, ToolResult
+from proxy.conversation import Message, Messages, Opaque, Part, ToolCall
 from proxy.tokens import images, tools
 from proxy.tokens.calibration import EXACT, Calibration
 from proxy.tokens.families import LONGEST_GIVEN, Family, family
 from proxy.tokens.formats import Format, minimal, read_format
 from proxy.tokens.memory import Remembered
+from proxy.tokens.rewritten import compact, dumped, read_json, read_result
+from proxy.tokens.steps import Step, called, held, shared, spoken_by, steps, texts
 from proxy.tokens.vocabulary import Vocabulary, utf8_size, vocabulary
 
 REMEMBERED_BYTES = 16 * 2**20
@@ -33,7 +34,6 @@ MOST_KEPT, MOST_KEPT_BYTES = 64, 128 * 1024
 FIELDS_AT_ONCE = 16_384
 """Bytes of tools and response_format that are read without a second thought: a millisecond."""
 
-Step = tuple[Message, ...]
 FieldKey = tuple[str, str, bytes, bytes]
 """What it is, the encoding, and the raw JSON that it depends on."""
 
@@ -179,7 +179,7 @@ class ChatRuler:
         cold = sum(len(raw) for _, _, *raws in self._unknown_fields() for raw in raws)
         if cold > FIELDS_AT_ONCE:
             # What a message costs depends on the wanted format, which is too big to be read here.
-            return cold + sum(utf8_size(text) for message in messages for text in _texts(message))
+            return cold + sum(utf8_size(text) for message in messages for text in texts(message))
         for size in self._cold_sizes(messages):
             cold += size
             if enough is not None and cold > enough:
@@ -189,7 +189,7 @@ class ChatRuler:
     def _cold_sizes(self, messages: Sequence[Message]) -> Iterator[int]:
         for step in self._new_steps(messages):
             if (self._tag, step) not in _STEPS:
-                yield sum(utf8_size(text) for message in step for text in _texts(message) if not self._words.knows(text))
+                yield sum(utf8_size(text) for message in step for text in texts(message) if not self._words.knows(text))
         for index in self._thinking(messages):
             for part in _reasoning(messages[index]):
                 if (self.rules.encoding, part.raw) not in _THOUGHTS:
@@ -226,7 +226,7 @@ class ChatRuler:
         cost = _STEPS.get(key)
         if cost is None:
             cost = sum(cost for _, cost in self.costs(step))
-            _STEPS.put(key, cost, sum(map(_size, step)))
+            _STEPS.put(key, cost, sum(map(held, step)))
         return cost
 
     def costs(self, step: Step) -> Iterator[tuple[int, int]]:
@@ -239,7 +239,7 @@ class ChatRuler:
             if index and batch:
                 continue
             if message.is_result:
-                yield index, self._result(message, _called(message, index, calls))
+                yield index, self._result(message, called(message, index, calls))
             else:
                 yield index, self._said(message)
         if batch:
@@ -248,7 +248,7 @@ class ChatRuler:
     def _said(self, message: Message) -> int:
         count = self._words.count
         calls = message.calls
-        speaker = count(_speaker(message))
+        speaker = count(spoken_by(message))
         tokens = 0 if calls and not message.text else 3 + speaker + count(message.text)
         if message.role == "assistant" and not calls:
             tokens += self._answered
@@ -259,7 +259,7 @@ class ChatRuler:
 
     def _call(self, call: ToolCall) -> int:
         count = self._words.count
-        arguments = _compact(call.arguments)
+        arguments = compact(call.arguments)
         # On record, gpt-5 sees one token more where there is nothing in the braces.
         return 4 + count(f" to=functions.{call.name}") + count(arguments) + (self.rules.gpt5 and arguments == "{}")
 
@@ -272,14 +272,14 @@ class ChatRuler:
         """Parallel calls are sent as one message with a JSON body, their results as one JSON list."""
         count = self._words.count
         uses = ",".join(
-            f'{{"recipient_name":"functions.{call.name}","parameters":{_compact(call.arguments or "{}")}}}'
+            f'{{"recipient_name":"functions.{call.name}","parameters":{compact(call.arguments or "{}")}}}'
             for call in step[0].calls
         )
-        yield 0, 3 + count(_speaker(step[0])) + count(" to=multi_tool_use.parallel") + count(f'{{"tool_uses":[{uses}]}}')
+        yield 0, 3 + count(spoken_by(step[0])) + count(" to=multi_tool_use.parallel") + count(f'{{"tool_uses":[{uses}]}}')
         if len(step) > 1:
-            results = [_parsed(message.text) for message in step[1:]]
-            whole = 6 + count("multi_tool_use.parallel") + count(_dump(results, ascii_only=not self.rules.plain))
-            yield from _shared(whole, step)
+            results = [read_result(message.text) for message in step[1:]]
+            whole = 6 + count("multi_tool_use.parallel") + count(dumped(results, ascii_only=not self.rules.plain))
+            yield from shared(whole, step)
 
     def _media(self, message: Message) -> int:
         return sum(self._opaque(part) for part in message.parts if isinstance(part, Opaque))
@@ -350,7 +350,7 @@ class ChatRuler:
         return self.rules.priming + self.tools + self._forced() + self._format
 
     def _forced(self) -> int:
-        choice = _json(self.fields.get("tool_choice", b"")) or _json(self.fields.get("function_call", b""))
+        choice = read_json(self.fields.get("tool_choice", b"")) or read_json(self.fields.get("function_call", b""))
         if not isinstance(choice, dict) or self.rules.gpt5:
             return 0
         function = choice.get("function")
@@ -360,7 +360,7 @@ class ChatRuler:
     @_Settled
     def _wanted(self) -> Format | None:
         """The JSON schema that the answer must follow."""
-        return read_format(_json(self.fields.get("response_format", b"")))
+        return read_format(read_json(self.fields.get("response_format", b"")))
 
     @_Settled
     def _format(self) -> int:
@@ -402,14 +402,14 @@ class ChatRuler:
         key = (self.rules.encoding, part.raw)
         cost = _THOUGHTS.get(key)
         if cost is None:
-            cost = self._words.count(_words_of(_json(part.raw)))
+            cost = self._words.count(_words_of(read_json(part.raw)))
             _THOUGHTS.put(key, cost, 100 + len(part.raw))
         return cost
 
     @_Settled
     def _keeps_thoughts(self) -> bool:
         """GLM shows all earlier reasoning when it is asked to."""
-        thinking = _json(self.fields.get("thinking", b"")[:FIELDS_AT_ONCE])
+        thinking = read_json(self.fields.get("thinking", b"")[:FIELDS_AT_ONCE])
         return isinstance(thinking, dict) and thinking.get("clear_thinking") is False
 
     def _instructed(self, messages: Sequence[Message]) -> int:
@@ -476,10 +476,10 @@ _RULERS: dict[tuple[object, ...], ChatRuler] = {}
 
 def _tools_tokens(words: Vocabulary, offered: bytes, legacy: bytes, gpt5: bool) -> int:
     """Tokens of decoded tools: functions as TypeScript, what else there is as its JSON."""
-    decoded = _json(offered)
+    decoded = read_json(offered)
     size = len(offered) + len(legacy)
     try:
-        named = tools.functions(decoded, _json(legacy))
+        named = tools.functions(decoded, read_json(legacy))
         others = sum(words.count(minimal(other)) for other in tools.others(decoded))
         if not named:
             return others
@@ -487,90 +487,3 @@ def _tools_tokens(words: Vocabulary, offered: bytes, legacy: bytes, gpt5: bool) 
         return others + words.count(tools.render(named, MOST_WRITTEN * size)) - (gpt5 and not named[0].get("description"))
     except RecursionError:
         return -(-size // 3)
-
-
-def steps(messages: Sequence[Message]) -> Iterator[Step]:
-    """The messages in groups that have one cost: a message, or calls together with the results that follow them."""
-    start = 0
-    while start < len(messages):
-        stop = start + 1
-        if messages[start].calls:
-            while stop < len(messages) and messages[stop].is_result:
-                stop += 1
-        yield tuple(messages[start:stop])
-        start = stop
-
-
-def _speaker(message: Message) -> str:
-    return f"{message.role}:{message.name}" if message.name else message.role
-
-
-def _texts(message: Message) -> Iterator[str]:
-    for part in message.parts:
-        if isinstance(part, ToolCall):
-            yield part.arguments
-        elif isinstance(part, (Text, ToolResult)):
-            yield part.text
-
-
-def _size(message: Message) -> int:
-    """Bytes that remembering this message keeps alive, about."""
-    return 400 + sum(
-        (part.raw if isinstance(part, Opaque) else part.arguments if isinstance(part, ToolCall) else part.text).__sizeof__()
-        for part in message.parts
-    )
-
-
-def _called(message: Message, index: int, calls: tuple[ToolCall, ...]) -> str:
-    """The name of the function that this result answers: by id, else by its own name, else by its place."""
-    result = next((part for part in message.parts if isinstance(part, ToolResult)), None)
-    if result is None:
-        return message.name or ""
-    for call in calls:
-        if call.id is not None and call.id == result.call_id:
-            return call.name
-    if result.name:
-        return result.name
-    return calls[index - 1].name if 0 < index <= len(calls) else ""
-
-
-def _shared(whole: int, step: Step) -> Iterator[tuple[int, int]]:
-    """The cost of a merged list of results, spread over them by their length."""
-    lengths = [len(message.text) + 1 for message in step[1:]]
-    left, weight = whole, sum(lengths)
-    for index, length in enumerate(lengths, 1):
-        share = left * length // weight
-        yield index, share
-        left, weight = left - share, weight - length
-
-
-def _json(raw: bytes) -> Any:
-    """The value, or None for what is not JSON."""
-    if not raw:
-        return None
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _parsed(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _dump(value: object, *, ascii_only: bool) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=ascii_only)
-    except (ValueError, RecursionError):
-        return ""
-
-
-def _compact(arguments: str) -> str:
-    """The arguments as they are written again by the upstream; as they came when they are not JSON."""
-    try:
-        return json.dumps(json.loads(arguments), ensure_ascii=False, separators=(",", ":"))
-    except (ValueError, RecursionError):
-        return arguments
