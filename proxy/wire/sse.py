@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import brotli
 import msgspec
@@ -57,47 +58,77 @@ NOTHING = Usage()
 class UsageTap:
     """Feed it the chunks of an answer; ask `usage()` at the end."""
 
+    __slots__ = ("_chunks", "_decode", "_kind", "_left")
+
     def __init__(self, content_type: str, content_encoding: str = "") -> None:
-        self._stream = "event-stream" in content_type
-        self._json = "json" in content_type
-        self._limit = TAIL if self._stream else WHOLE
-        self._decode = _decoder(content_encoding)
+        self._kind = kind = _KINDS.get(content_type) or _kind(content_type)
+        self._left = kind.limit
         self._chunks: deque[bytes] = deque()
-        self._size = 0
-        self._lost = False
-        self._active = (self._stream or self._json) and self._decode is not None
+        self._decode = _decoder(content_encoding) if content_encoding and kind.limit else kind.decode
 
     def feed(self, chunk: bytes) -> None:
-        if not self._active:
-            return
-        if self._decode is not _same and (chunk := self._decoded(chunk)) == b"":
+        if self._decode is not None and not (chunk := self._decoded(chunk)):
             return
         self._chunks.append(chunk)
-        self._size += len(chunk)
-        while self._size > self._limit and len(self._chunks) > 1:
-            self._size -= len(self._chunks.popleft())
-            self._lost = True
-        if self._lost and not self._stream:
-            self._stop()
+        self._left -= len(chunk)
+        if self._left < 0:
+            self._let_go()
 
     def usage(self) -> Usage:
-        chunks = self._chunks
-        data = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        data = b"".join(self._chunks)
         if not data:
             return NOTHING
-        return _read_stream(data) if self._stream else _read_json(data)
+        if self._kind is _STREAM:
+            return _read_stream(data)
+        try:
+            return _usage(_events.decode(data), True)
+        except _UNREADABLE:
+            return NOTHING
+
+    def _let_go(self) -> None:
+        """There is more than is kept: the end of a stream will do, but a plain answer can only be read whole."""
+        while self._left < 0 and len(self._chunks) > 1:
+            self._left += len(self._chunks.popleft())
+            if self._kind is not _STREAM:
+                self._give_up()
 
     def _decoded(self, chunk: bytes) -> bytes:
         assert self._decode is not None
         try:
             return self._decode(chunk)
         except (zlib.error, brotli.error, zstandard.ZstdError):
-            self._stop()
+            self._give_up()
             return b""
 
-    def _stop(self) -> None:
-        self._active = False
+    def _give_up(self) -> None:
+        self._decode = _nothing
         self._chunks.clear()
+
+
+def _nothing(chunk: bytes) -> bytes:
+    """In place of a decoder: nothing of the answer can be read, or needs to be."""
+    return b""
+
+
+class _Kind(NamedTuple):
+    """What a content type means for the tap. limit: bytes kept of it. decode: None where it is read as it comes."""
+
+    limit: int
+    decode: Callable[[bytes], bytes] | None = None
+
+
+_STREAM, _JSON, _OTHER = _Kind(TAIL), _Kind(WHOLE), _Kind(0, _nothing)
+_KINDS = {
+    "application/json": _JSON,
+    "application/json; charset=utf-8": _JSON,
+    "text/event-stream": _STREAM,
+    "text/event-stream; charset=utf-8": _STREAM,
+}
+"""Of the content types that are usual."""
+
+
+def _kind(content_type: str) -> _Kind:
+    return _STREAM if "event-stream" in content_type else _JSON if "json" in content_type else _OTHER
 
 
 def payload(line: bytes) -> bytes | None:
@@ -105,15 +136,11 @@ def payload(line: bytes) -> bytes | None:
     return line[5:].strip() if line.startswith(b"data:") else None
 
 
-def _same(chunk: bytes) -> bytes:
-    return chunk
-
-
 def _decoder(encoding: str) -> Callable[[bytes], bytes] | None:
-    """A streaming decoder; None for a coding that we do not know."""
+    """A streaming decoder, None where there is nothing to decode; of a coding that we do not know nothing is read."""
     match encoding.strip().lower():
         case "" | "identity":
-            return _same
+            return None
         case "gzip" | "x-gzip":
             return zlib.decompressobj(31).decompress
         case "deflate":
@@ -124,28 +151,27 @@ def _decoder(encoding: str) -> Callable[[bytes], bytes] | None:
         case "zstd":
             return zstandard.ZstdDecompressor().decompressobj().decompress
         case _:
-            return None
+            return _nothing
+
+
+_events = msgspec.json.Decoder(_Event)
+_UNREADABLE = msgspec.MsgspecError, UnicodeDecodeError, RecursionError
 
 
 def _event(data: bytes) -> _Event | None:
     try:
-        return msgspec.json.decode(data, type=_Event)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _events.decode(data)
+    except _UNREADABLE:
         return None
 
 
-def _usage(event: _Event | None, whole: bool) -> Usage:
-    if event is None:
-        return Usage(whole=whole)
-    seen = event.usage or _Usage()
+def _usage(event: _Event, whole: bool) -> Usage:
+    seen = event.usage
+    if seen is None:
+        return Usage(event.model, whole=whole)
     details = seen.prompt_tokens_details
     cached = details.cached_tokens if details is not None else seen.prompt_cache_hit_tokens
     return Usage(event.model, seen.prompt_tokens, seen.completion_tokens, cached, whole)
-
-
-def _read_json(data: bytes) -> Usage:
-    event = _event(data)
-    return _usage(event, event is not None)
 
 
 def _read_stream(data: bytes) -> Usage:
