@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 
 from proxy import __version__, tokens
@@ -20,14 +21,14 @@ from proxy.compaction import Layer
 from proxy.compaction.strategies import ask_for_ages
 from proxy.compaction.summary import sealing
 from proxy.compaction.validation import OPENAI, Rules
-from proxy.decisions import NOBODY, Caller, Decision, Measured, Mode, Wish
+from proxy.decisions import NOBODY, Basis, Caller, Decision, Measured, Mode, Wish
 from proxy.errors import Unreadable
 from proxy.events import Events
-from proxy.learned import Learned, has_media
+from proxy.learned import Learned
 from proxy.overflow import Overflow
 from proxy.summarizers.background import Background
 from proxy.threads import Threads
-from proxy.tokens.calibration import WIDEST_MARGIN
+from proxy.tokens.calibration import WIDEST_MARGIN, cold
 from proxy.tokens.chat import ChatRuler
 from proxy.walk import Marks, Policy
 from proxy.windows import Budget, Window, Windows, budget, requested_model
@@ -45,6 +46,8 @@ WORST_SLOPE = 2
 """Bound on how many tokens an upstream counts where we count one."""
 MOST_LIMITS = 1024
 """Combinations of windows and wishes whose limits are kept; clients choose the wishes."""
+MOST_AIMS = 8
+"""Margins whose limits are at hand for the fields of a request."""
 RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
@@ -79,10 +82,11 @@ class Compactor:
         self.learned = Learned(windows, upstream)
         self._marks = marks or Marks()
         self._secret = secret
-        self._enabled, self._shadow = enabled, shadow
+        self._enabled = enabled
+        self._usual: Mode = "shadow" if shadow else "auto"
         self._max_body_bytes = max_body_bytes
         self._cache = chat_completions.MessageCache()
-        self._prefixes = Prefixes()
+        self._read = partial(chat_completions.read, parse=self._cache.get, prefixes=Prefixes())
         self._limits: dict[tuple[int, int | None, int | None, float], tuple[Window, Budget]] = {}
         self._threads = Threads(threads)
         digests, layers = Digests(), tuple(layers)
@@ -102,46 +106,56 @@ class Compactor:
 
         caller: who asks; `narrowed_to` is the window of the same wish.
         """
-        mode: Mode = "shadow" if self._shadow and wish.mode == "auto" else wish.mode
+        mode = self._usual if wish.mode == "auto" else wish.mode
         if mode == "off":
             return Decision("bypassed", "bypass_header")
-        if not self._enabled and mode == "auto":
+        if mode == "auto" and not self._enabled:
             return Decision("none", "disabled")
         started = time.perf_counter()
         try:
-            if len(body) > INLINE_BODY or content_encoding:
-                request, size = await self._threads.run(lambda: self._understand(body, content_encoding))
+            if content_encoding or len(body) > INLINE_BODY:
+                request, size = await self._threads.run(partial(self._understand, body, content_encoding))
             else:
-                request, size = self._understand(body, "")
+                request, size = self._read(body), len(body)
         except Unreadable:
             return Decision("none", "unreadable")
-        model = requested_model(path, request.model)
+        asked = path, mode, caller.narrowed_to
+        basis: Basis | None = request.fields.note
+        if basis is not None and basis.asked != asked:
+            basis = None
+        model = requested_model(path, request.model) if basis is None else basis.model
         window = self.windows.lookup(model, time.monotonic())
         if window is None and caller.narrowed_to is not None:
             window = Window(caller.narrowed_to, None, None, "default", None, None, None)
+        messages = request.conversation.messages
         if self._seen is not None:
-            self._seen.note(caller.credential, request.conversation.messages, time.monotonic())
+            self._seen.note(caller.credential, messages, time.monotonic())
         seconds = {"read": time.perf_counter() - started}
         if window is None:
             return Decision("none", "unknown_window", request=request, model=model, seconds=seconds, caller=caller)
-        ruler = self.learned.ruler(request, model, window)
-        if mode != "force" and self._plainly_fits(request, size, window, caller.narrowed_to, mode):
-            aim = self._limit(window, request, caller.narrowed_to, ruler.calibration.margin)
-            known = ruler.known(request.conversation.messages)  # else it is counted while the upstream thinks
-            return Decision("none", "fits", None, request, model, window, aim, known, known, seconds=seconds, caller=caller)
+        if basis is None or basis.window is not window:
+            basis = request.fields.note = self._basis(request, asked, model, window)
+        if not request.media and size + MESSAGE_OVERHEAD * len(messages) <= basis.room:
+            known, margin = self.learned.measure(basis.plain, basis.keys[False], messages)
+            aim = basis.aims.get(margin) or self._aim(basis, request, margin)
+            # what is not known is counted while the upstream thinks
+            return Decision(
+                "none", "fits", None, request, model, window, aim, known, known, seconds=seconds, caller=caller, basis=basis
+            )
+        ruler = self.learned.calibrated(basis.plain, basis.keys[request.media], messages)
         aim = self._budget(window, request, ruler, caller.narrowed_to)
-        steady = self._budget(window, request, self.learned.steady_ruler(request, model, window), caller.narrowed_to)
+        steady = self._budget(window, request, basis.plain.calibrated(cold(basis.keys[request.media].model)), caller.narrowed_to)
         measured = Measured(request, model, window, ruler, aim, steady, caller)
         with sealing(self._seal(caller)):
             decision = await self._judge(measured, mode)
-        return decision.but(seconds={**seconds, **decision.seconds})
+        return decision.but(seconds={**seconds, **decision.seconds}, basis=basis)
 
     async def count(self, decision: Decision) -> Decision:
         """The decision with its tokens counted, off the event loop where that takes long."""
         if decision.before is not None or decision.request is None:
             return decision
         started = time.perf_counter()
-        ruler = self.learned.ruler(decision.request, decision.model or "", decision.window)
+        ruler = self._ruler(decision, decision.request)
         total = await self._threads.total(ruler, decision.request.conversation)
         seconds = {**decision.seconds, "count": time.perf_counter() - started}
         return decision.but(before=total, after=total, seconds=seconds)
@@ -164,7 +178,7 @@ class Compactor:
             return None
         model = decision.model or ""
         window = _window_after(refused, forwarded, decision)
-        ruler = self.learned.ruler(request, model, decision.window)
+        ruler = self._ruler(decision, request)
         aim = self._budget(window, request, ruler, narrowed_to)
         ratio = max(refused.input / forwarded, 0.5) if refused.input else 1.0
         fits = max(1, min(int(aim.usable * RETRY_SHARE / ratio), forwarded - 1))
@@ -183,13 +197,18 @@ class Compactor:
 
     def answered(self, decision: Decision, usage: Usage) -> None:
         """Takes what the answer to a forwarded request says of the upstream."""
-        request, forwarded = decision.request, decision.forwarded
-        if request is None or decision.model is None or not forwarded:
+        request, model, basis = decision.request, decision.model, decision.basis
+        counted, reported = decision.before if decision.body is None else decision.after, usage.prompt
+        if request is None or model is None or not counted or reported is None:
             return
+        key = (self.learned.keys(request, model) if basis is None else basis.keys)[request.media]
+        if not self.learned.answered(model, key, counted, reported, usage.model):
+            return
+        plain = self.learned.plain_ruler(request, model, decision.window) if basis is None else basis.plain
         messages = request.conversation.messages
         if decision.body is not None and decision.result is not None:
             messages = decision.result.conversation.messages
-        self.learned.answered(request, decision.model, decision.window, messages, forwarded, usage)
+        self.learned.observed(plain, key, messages, reported)
 
     async def aclose(self) -> None:
         """Ends summaries under way, lets go of the store, and lets the worker threads end."""
@@ -199,13 +218,30 @@ class Compactor:
     def _understand(self, body: bytes, content_encoding: str) -> tuple[Request, int]:
         """What the body says, and how many bytes that are without its codings. Raises Unreadable."""
         plain = encodings.decoded(body, content_encoding, self._max_body_bytes) if content_encoding else body
-        return chat_completions.read(plain, self._cache.get, self._prefixes), len(plain)
+        return self._read(plain), len(plain)
 
-    def _plainly_fits(self, request: Request, size: int, window: Window, narrowed_to: int | None, mode: Mode) -> bool:
-        """Whether the bytes alone prove it: text has no more tokens than bytes. Media are not text: they must be counted."""
+    def _basis(self, request: Request, asked: tuple[str, Mode, int | None], model: str, window: Window) -> Basis:
+        _, mode, narrowed_to = asked
+        # Bytes alone can prove that a request fits: text has no more tokens than bytes. Media must be counted: they are no text.
         least = self._limit(window, request, narrowed_to, WIDEST_MARGIN)  # whatever answers have taught
-        most = size + RENDERING * sum(map(len, request.fields.values())) + MESSAGE_OVERHEAD * len(request.conversation.messages)
-        return most * WORST_SLOPE <= min(least.trigger, self._events.earliest(least, mode)) and not has_media(request)
+        most = min(least.trigger, self._events.earliest(least, mode)) // WORST_SLOPE
+        room = -1 if mode == "force" else most - RENDERING * sum(map(len, request.fields.values()))
+        plain, keys = self.learned.plain_ruler(request, model, window), self.learned.keys(request, model)
+        return Basis(asked, model, window, plain, keys, room, {})
+
+    def _ruler(self, decision: Decision, request: Request) -> ChatRuler:
+        """Counts as answers have calibrated it by now."""
+        basis, model = decision.basis, decision.model or ""
+        if basis is None:
+            return self.learned.ruler(request, model, decision.window)
+        return self.learned.calibrated(basis.plain, basis.keys[request.media], request.conversation.messages)
+
+    def _aim(self, basis: Basis, request: Request, margin: float) -> Budget:
+        """Its budget's figures, kept at hand; whose ruler it has is of no account."""
+        if len(basis.aims) >= MOST_AIMS:
+            basis.aims.clear()
+        aim = basis.aims[margin] = self._limit(basis.window, request, basis.asked[2], margin)
+        return aim
 
     def _budget(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None) -> Budget:
         return self._limit(window, request, narrowed_to, ruler.calibration.margin).by(ruler)

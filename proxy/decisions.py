@@ -11,6 +11,7 @@ import msgspec
 from proxy.compaction import CompactionResult
 from proxy.errors import ClientError
 from proxy.summarizers import Headers
+from proxy.tokens.calibration import Key
 from proxy.tokens.chat import ChatRuler
 from proxy.windows import Budget, Window
 from proxy.wire import Request
@@ -65,6 +66,23 @@ class Caller(msgspec.Struct, frozen=True, gc=False):
 NOBODY = Caller()
 
 
+class Basis(msgspec.Struct, frozen=True):
+    """What a request is decided by apart from its messages. It is kept with the fields, which a client sends again each turn.
+
+    asked: (path, mode, narrowed_to) that it holds for; it holds no longer when `window` is not the model's any more. plain: the
+    ruler as no answer has calibrated it. keys: of its calibration, without media and with any. room: bytes of a body, with what
+    its messages add, that plainly fit; none do below 0. aims: its budget's figures by the margin that the calibration asks for.
+    """
+
+    asked: tuple[str, Mode, int | None]
+    model: str
+    window: Window
+    plain: ChatRuler
+    keys: tuple[Key, Key]
+    room: int
+    aims: dict[float, Budget]
+
+
 # Structs, because one is made for every request, and a frozen dataclass of so many fields takes five times as long to make
 class Decision(msgspec.Struct, frozen=True, gc=False):
     """What becomes of one request.
@@ -73,7 +91,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     before, after: prompt tokens by our count; None where they were not counted (yet). layers: who had a part in `after`.
     seconds: our own time by phase. prefix_break: why the upstream's prompt cache is of no use from some message on, where that
     is known: `event`, `edit`, `new_conversation`. rewritten: tokens which it must read anew because of an event.
-    caller: for whom.
+    caller: for whom. basis: what else it was decided by, None where that does not matter.
     """
 
     outcome: Outcome
@@ -92,6 +110,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     prefix_break: str | None = None
     rewritten: int = 0
     caller: Caller = NOBODY
+    basis: Basis | None = None
 
     @property
     def forwarded(self) -> int | None:

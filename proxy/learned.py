@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from math import ceil
 
 from proxy import overflow, tokens
-from proxy.conversation import Message, Messages, Opaque
+from proxy.conversation import Message
 from proxy.overflow import Overflow
 from proxy.tokens.calibration import ENOUGH, Calibrator, Key, chain, cold
 from proxy.tokens.chat import ChatRuler
 from proxy.windows import Window, Windows
 from proxy.wire import Request
-from proxy.wire.sse import Usage
 
 SUSPECTS = 256
 """Models whose last answer seemed truncated; clients choose the names."""
@@ -29,45 +29,63 @@ class Learned:
 
     def ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
         """Counts as the upstream's answers have calibrated it by now: for deciding what fits."""
-        plain = self._plain_ruler(request, model, window)
-        marks = chain(request.conversation.messages, plain.around)
-        return plain.calibrated(self.calibrator.calibration(self._key(request, model), marks))
+        key = self.keys(request, model)[request.media]
+        return self.calibrated(self.plain_ruler(request, model, window), key, request.conversation.messages)
+
+    def calibrated(self, plain: ChatRuler, key: Key, messages: Sequence[Message]) -> ChatRuler:
+        """The same for a request of which `plain_ruler` and `keys` are at hand."""
+        return plain.calibrated(self.calibrator.calibration(key, chain(messages, plain.around)))
 
     def steady_ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
         """Counts by the model's name alone: for deciding when an event is due and what it keeps, which must come out the
         same in every process, whatever answers it has seen."""
-        return self._plain_ruler(request, model, window).calibrated(cold(tokens.bare_name(model)))
+        return self.plain_ruler(request, model, window).calibrated(cold(tokens.bare_name(model)))
+
+    def plain_ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
+        """Counts as the model's rules say, without any calibration."""
+        return tokens.ruler(model, request.fields, encoding=window.encoding if window is not None else None)
+
+    def keys(self, request: Request, model: str) -> tuple[Key, Key]:
+        """What the request shares a calibration with: when its messages carry no media, and when they do."""
+        fields = request.fields
+        offered = fields.get("tools", b"")[:1] == b"[" or fields.get("functions", b"")[:1] == b"["
+        key = Key(self._upstream, tokens.bare_name(model), offered)
+        return key, key._replace(media=True)
+
+    def measure(self, plain: ChatRuler, key: Key, messages: Sequence[Message]) -> tuple[int | None, float]:
+        """Tokens of a request as far as look-ups tell (None where there is anything to tokenize), and the margin of such counts.
+
+        plain, key: what `plain_ruler` and `keys` say of it.
+        """
+        raw = plain.known(messages)
+        if raw is None:
+            return None, self.calibrator.calibration(key).margin
+        line = self.calibrator.calibration(key, chain(messages, plain.around))
+        return ceil(line.tokens(raw)), line.margin
 
     def refused(self, model: str, refusal: Overflow) -> None:
         """Takes what a refusal says of a model's limit."""
         if refusal.limit is not None and refusal.kind != "tpm":
             self.windows.learn(model, refusal.limit, exact=True, now=time.monotonic(), prompt_only=refusal.of_prompt)
 
-    def answered(
-        self, request: Request, model: str, window: Window | None, messages: tuple[Message, ...], counted: int, usage: Usage
-    ) -> None:
-        """Takes what an answer says. messages: as they were forwarded; counted: our count of the whole request then."""
-        if usage.prompt is None:
-            return
-        key = self._key(request, model)
-        if self._seems_truncated(key, counted, usage.prompt):
-            self.windows.learn(model, usage.prompt, exact=False, now=time.monotonic())
-            return
-        if not self.calibrator.says_all(key, counted, usage.prompt):
-            ruler = self._plain_ruler(request, model, window)
-            self.calibrator.observe(key, ruler.raw(messages), usage.prompt, prefixes=chain(messages, ruler.around))
-        self.windows.accepted(model, usage.prompt)
-        if usage.model:
-            self.windows.answered_as(model, usage.model)
+    def answered(self, model: str, key: Key, counted: int, reported: int, real: str | None) -> bool:
+        """Takes what an answer says of the model. Whether it says something new of how the upstream counts: see `observed`.
 
-    def _plain_ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
-        return tokens.ruler(model, request.fields, encoding=window.encoding if window is not None else None)
+        key: of its request. counted, reported: tokens of the whole request by our count and by theirs. real: the model's name.
+        """
+        new = not self.calibrator.says_all(key, counted, reported)
+        if new:
+            if self._seems_truncated(key, counted, reported):
+                self.windows.learn(model, reported, exact=False, now=time.monotonic())
+                return False
+        elif self._short_answers:
+            self._short_answers.pop(key.model, None)
+        self.windows.answered(model, reported, real)
+        return new
 
-    def _key(self, request: Request, model: str) -> Key:
-        """What shares a calibration."""
-        fields = request.fields
-        offered = fields.get("tools", b"")[:1] == b"[" or fields.get("functions", b"")[:1] == b"["
-        return Key(self._upstream, tokens.bare_name(model), offered, has_media(request))
+    def observed(self, plain: ChatRuler, key: Key, messages: Sequence[Message], reported: int) -> None:
+        """Takes what an answer says of how the upstream counts. messages: as they were forwarded."""
+        self.calibrator.observe(key, plain.raw(messages), reported, prefixes=chain(messages, plain.around))
 
     def _seems_truncated(self, key: Key, counted: int, reported: int) -> bool:
         """Twice in a row far fewer tokens than we sent: once may be an upstream that counts only what was not cached."""
@@ -83,22 +101,3 @@ class Learned:
 
     def _is_calibrated(self, key: Key) -> bool:
         return self.calibrator.calibration(key).samples >= ENOUGH
-
-
-def has_media(request: Request) -> bool:
-    """Whether there is anything whose tokens are not those of its text."""
-    messages = request.conversation.messages
-    if not isinstance(messages, Messages):
-        return _carries_media(messages)
-    noted: bool | None = messages.note("media")
-    if noted is None:
-        base = messages.base
-        known: bool | None = None if base is None else base.note("media")
-        new = messages if known is None or base is None else messages[len(base) :]
-        noted = bool(known) or _carries_media(new)
-        messages.keep("media", noted)
-    return noted
-
-
-def _carries_media(messages: Iterable[Message]) -> bool:
-    return any(isinstance(part, Opaque) for message in messages for part in message.parts)

@@ -13,6 +13,8 @@ from proxy.app import build_compactor, build_windows
 from proxy.compaction import summary
 from proxy.compactor import Compactor
 from proxy.decisions import Caller, Decision, Wish
+from proxy.overflow import Overflow
+from proxy.wire.sse import Usage
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"
@@ -85,3 +87,57 @@ async def test_a_local_models_conversation_that_takes_turns_still_does(model: st
     roles = [message["role"] for message in json.loads(decision.body)["messages"]][1:]
     alternating = all(a != b for a, b in itertools.pairwise(roles)) and roles[0] == "user"
     assert alternating is takes_turns
+
+
+def asks(model: str = "gpt-4o", **fields: object) -> bytes:
+    return chat([user("What does the parser do with an empty line?" + " Tell me all of it." * 40)], model, **fields)
+
+
+async def test_the_same_request_again_gets_the_window_that_was_learned_meanwhile() -> None:
+    of = compactor()
+    of.windows.discovered({"house-model": 50_000})
+    before = [await of.decide(asks("house-model"), PATH, Wish()) for _ in range(3)]
+    of.learned.refused("house-model", Overflow("prompt", 20_000, None, None, True))
+
+    after = [await of.decide(asks("house-model"), PATH, Wish()) for _ in range(3)]
+
+    assert [decision.window.tokens for decision in before if decision.window] == [50_000] * 3
+    assert [decision.window.tokens for decision in after if decision.window] == [20_000] * 3
+    assert len({decision.budget.usable for decision in (*before, *after) if decision.budget}) == 2
+
+
+async def test_the_same_body_is_decided_on_for_each_path_and_wish_apart() -> None:
+    settings = config.load({"models": {"gpt-4o": {"window": 9_000}, "small": {"window": 4_000}}}, {})
+    of = build_compactor(settings, build_windows(settings))
+    azure = "/openai/deployments/small/chat/completions"
+    for _ in range(2):
+        plain = await of.decide(asks(), PATH, Wish())
+        deployed = await of.decide(asks(), azure, Wish())
+        narrowed = await of.decide(asks(), PATH, Wish(window=3_000), caller=Caller(narrowed_to=3_000))
+        forced = await of.decide(asks(), PATH, Wish("force"))
+        off = await of.decide(asks(), PATH, Wish("off"))
+
+        assert (plain.model, plain.budget and plain.budget.window, plain.reason) == ("gpt-4o", 9_000, "fits")
+        assert (deployed.model, deployed.budget and deployed.budget.window) == ("small", 4_000)
+        assert narrowed.budget is not None
+        assert narrowed.budget.window == 3_000
+        assert "compact" in forced.seconds  # looked at closely, however small it is
+        assert "compact" not in plain.seconds
+        assert (off.outcome, off.request) == ("bypassed", None)
+
+
+async def test_the_same_request_again_is_counted_as_answers_have_taught_meanwhile() -> None:
+    settings = config.load({"models": {"house-model": {"window": 50_000}}}, {})
+    of = build_compactor(settings, build_windows(settings))
+    first = await of.count(await of.decide(asks("house-model"), PATH, Wish()))
+    assert first.forwarded is not None
+    for _ in range(6):
+        of.answered(await of.count(await of.decide(asks("house-model"), PATH, Wish())), Usage(None, 300))
+
+    again = await of.decide(asks("house-model"), PATH, Wish())
+
+    assert first.forwarded != 300
+    assert again.forwarded == 300
+    assert first.budget is not None
+    assert again.budget is not None
+    assert again.budget.usable > first.budget.usable

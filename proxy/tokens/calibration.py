@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import combinations, repeat
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -124,30 +124,37 @@ def chain(messages: Sequence[Message], around: int = 0) -> list[int]:
 
     around: tells apart what stands around the messages (`ruler.around`): other tools make another conversation.
     """
-    known: list[int] | None = None
-    if isinstance(messages, Messages):
-        noted: list[int] | None = messages.note(("marks", around))
-        if noted is not None:
-            return noted
-        known = messages.noted_of_base(("marks", around))
-    marks = list(known or ())
+    if not isinstance(messages, Messages):
+        return _marked(messages, [], around)
+    name = "marks", around
+    marks: list[int] | None = messages.notes.get(name)
+    if marks is None:
+        marks = _marked(messages, list(messages.noted_of_base(name) or ()), around)
+        messages.keep(name, marks)
+    return marks
+
+
+def _marked(messages: Sequence[Message], marks: list[int], around: int) -> list[int]:
+    """The marks of the first messages, gone on with for the rest of them."""
     mark = marks[-1] if marks else around
     for message in messages[len(marks) :]:
         mark = hash((mark, message))
         marks.append(mark)
-    if isinstance(messages, Messages):
-        messages.keep(("marks", around), marks)
     return marks
 
 
 @dataclass(slots=True)
 class _Line:
-    """The answers of one key. refused: those that did not fit, since the last one that did. since: answers since it was drawn."""
+    """The answers of one key. refused: those that did not fit, since the last one that did. since: answers since it was drawn.
+
+    full: whether it has all the samples that it can have, and none was refused since.
+    """
 
     samples: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=KEPT_SAMPLES))
     refused: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=ENOUGH))
     fitted: Calibration | None = None
     since: int = 0
+    full: bool = False
 
 
 class Calibrator:
@@ -160,15 +167,16 @@ class Calibrator:
 
     def calibration(self, key: Key, prefixes: Sequence[int] = ()) -> Calibration:
         """The line for a request. prefixes: its `chain`; the longest one that was answered before is the anchor."""
-        key = _bounded(key)
         line = self._lines.get(key)
-        learned = cold(key.model) if line is None else _fitted(key, line)
-        for mark in reversed(prefixes):
-            anchor = self._anchors.get((key, mark))
-            if anchor is not None:
-                self._anchors.move_to_end((key, mark))
-                return learned.through(*anchor)
-        return learned
+        if line is None:
+            key = _bounded(key)
+            line = self._lines.get(key)
+        learned = cold(key.model) if line is None else line.fitted or _fitted(key, line)
+        at = next(filter(self._anchors.__contains__, zip(repeat(key), reversed(prefixes))), None)
+        if at is None:
+            return learned
+        self._anchors.move_to_end(at)
+        return learned.through(*self._anchors[at])
 
     def observe(self, key: Key, estimated: int, reported: int, *, prefixes: Sequence[int] = ()) -> bool:
         """Learn from one answer; False when it was refused.
@@ -185,6 +193,7 @@ class Calibrator:
         drawn = _fitted(key, line)
         if not _believable(drawn, estimated, reported):
             line.refused.append((estimated, reported))
+            line.full = False
             if len(line.refused) < ENOUGH:
                 return False
             # Five in a row: the upstream has changed, not the requests.
@@ -193,9 +202,10 @@ class Calibrator:
         else:
             line.samples.append((estimated, reported))
         line.refused.clear()
+        line.full = len(line.samples) == KEPT_SAMPLES
         line.since += 1
         near = abs(drawn.tokens(estimated) - reported) <= SAID_WITHIN * reported
-        if len(line.samples) < KEPT_SAMPLES or line.since >= (KEPT_SAMPLES if near else REDRAWN_AFTER):
+        if not line.full or line.since >= (KEPT_SAMPLES if near else REDRAWN_AFTER):
             line.fitted, line.since = None, 0
         if prefixes:
             self._anchors[key, prefixes[-1]] = (estimated, reported)
@@ -209,7 +219,7 @@ class Calibrator:
         estimated: our count as it was calibrated for the request.
         """
         line = self._lines.get(key)
-        if line is None or len(line.samples) < KEPT_SAMPLES or line.refused:
+        if line is None or not line.full:
             return False
         self._lines.move_to_end(key)
         return abs(estimated - reported) <= EXACT_WITHIN * reported

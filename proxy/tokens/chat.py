@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from proxy.conversation import Message, Messages, Opaque, Part, ToolCall
 from proxy.tokens import images, tools
@@ -71,25 +71,24 @@ class _Settled(Generic[Found]):
 class ChatRuler:
     """The ruler of one request. `fields`: the raw JSON of those of the body's top-level fields that SETTLING names."""
 
-    __slots__ = ("_around", "_settled", "_words", "calibration", "fields", "rules")
+    __slots__ = ("_noted_as", "_settled", "_words", "around", "calibration", "fields", "rules")
+
+    around: int
+    """Tells apart what stands around the messages: rules, tools, formats. Good within this process only."""
 
     def __init__(self, rules: Family, fields: Mapping[str, bytes], calibration: Calibration = EXACT) -> None:
         self.rules, self.fields, self.calibration = rules, fields, calibration
         self._words: Vocabulary = vocabulary(rules.encoding)
         self._settled: dict[str, Any] = {}
-        self._around = hash((rules, *fields.items()))
+        self.around = hash((rules, *fields.items()))
+        self._noted_as = "raw", self.around
 
     def calibrated(self, calibration: Calibration) -> ChatRuler:
         """The same counts, told as this upstream tells them."""
         made = ChatRuler.__new__(ChatRuler)
         made.rules, made.fields, made._words, made._settled = self.rules, self.fields, self._words, self._settled
-        made._around, made.calibration = self._around, calibration
+        made.around, made._noted_as, made.calibration = self.around, self._noted_as, calibration
         return made
-
-    @property
-    def around(self) -> int:
-        """Tells apart what stands around the messages: rules, tools, formats. Good within this process only."""
-        return self._around
 
     @_Settled
     def _tag(self) -> str:
@@ -126,11 +125,10 @@ class ChatRuler:
         """Our own count of the whole request, before calibration: what calibration learns from."""
         if not isinstance(messages, Messages):
             return self._raw(messages)
-        name = ("raw", self._around)
-        noted: int | None = messages.note(name)
+        noted: int | None = messages.notes.get(self._noted_as)
         if noted is None:
             noted = self._raw(messages)
-            messages.keep(name, noted)
+            messages.keep(self._noted_as, noted)
         return noted
 
     def _raw(self, messages: Sequence[Message]) -> int:
@@ -196,10 +194,10 @@ class ChatRuler:
                     yield len(part.raw)
 
     def known(self, messages: Sequence[Message]) -> int | None:
-        """The `total` of these messages where that takes look-ups only; None where there is anything to tokenize."""
-        if isinstance(messages, Messages) and (noted := messages.note(("raw", self._around))) is not None:
-            return math.ceil(self.calibration.tokens(noted))
-        return None if self.cold_bytes(messages, 0) else self.total(messages)
+        """The `raw` of these messages where that takes look-ups only; None where there is anything to tokenize."""
+        if isinstance(messages, Messages) and (noted := messages.notes.get(self._noted_as)) is not None:
+            return cast(int, noted)
+        return None if self.cold_bytes(messages, 0) else self.raw(messages)
 
     def _new_steps(self, messages: Sequence[Message]) -> Iterator[Step]:
         """The steps that are not known to have been counted."""

@@ -6,11 +6,13 @@ is found by its exact bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import msgspec
 
 from proxy.conversation import Conversation, Message, Messages, Opaque, Part, Text, ToolCall, ToolResult
 from proxy.errors import Unreadable
-from proxy.wire import Request, slices
+from proxy.wire import Fields, Request, slices
 from proxy.wire.prefixes import MESSAGE_BESIDE, Known, Prefixes
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "reasoning_details", "thinking_blocks", "thinking")
@@ -67,8 +69,7 @@ def read(body: bytes, parse: Callable[[bytes], Message] | None = None, prefixes:
     Raises Unreadable, and then the body goes on as it came.
     """
     parse = parse or read_message
-    known = prefixes.find(body) if prefixes is not None else None
-    if prefixes is not None and known is not None:
+    if prefixes is not None and (known := prefixes.find(body)) is not None:
         request = _read_on(body, known, parse, prefixes)
         if request is not None:
             return request
@@ -82,24 +83,61 @@ def read(body: bytes, parse: Callable[[bytes], Message] | None = None, prefixes:
     messages = Messages(parse(item) for item in items)
     before = list(fields).index("messages")
     del fields["messages"]
+    request = _request(fields, before, messages, _carry_media(messages))
     if prefixes is not None and items:
-        _learn(body, raw_messages, messages, prefixes)
-    return _request(fields, before, messages)
+        _learn(body, raw_messages, messages, request, prefixes)
+    return request
 
 
-def _request(fields: dict[str, bytes], before: int, messages: Messages) -> Request:
+def _request(fields: Mapping[str, bytes], before: int, messages: Messages, media: bool) -> Request:
     return Request(
         model=_string_or_empty(fields.get("model")),
         conversation=Conversation(messages),
-        fields=fields,
+        fields=Fields(fields),
         before=before,
         stream=fields.get("stream") == b"true",
         max_output=_output_tokens(fields),
+        media=media,
     )
+
+
+def _carry_media(messages: Iterable[Message]) -> bool:
+    return any(isinstance(part, Opaque) for message in messages for part in message.parts)
+
+
+def _grown(known: Known, items: Iterable[bytes], parse: Callable[[bytes], Message]) -> tuple[Messages, bool]:
+    """The messages of a history and these after them, and whether they carry media."""
+    new = tuple(map(parse, items))
+    return Messages(known.messages + new, known.messages), known.request.media or _carry_media(new)
 
 
 def _read_on(body: bytes, known: Known, parse: Callable[[bytes], Message], prefixes: Prefixes) -> Request | None:
     """What a body says whose beginning is known; None where only the whole of it can tell."""
+    start, stop = len(known.prefix), len(body) - len(known.rest)
+    if start > stop or not body.endswith(known.rest):
+        return _read_rest(body, known, parse, prefixes)
+    if start == stop:
+        if prefixes.newest is not known:
+            prefixes.used(known)
+        return known.request
+    # It ends as the one before did: when what is new between the two is more messages, all else is said again.
+    new = body[start:stop].strip(_SPACE)
+    try:
+        items = slices.split_array(b"[" + new[1:] + b"]") if new[:1] == b"," else ()
+    except Unreadable:
+        items = ()
+    if not items:
+        return _read_rest(body, known, parse, prefixes)
+    if len(known.messages) + len(items) > MAX_MESSAGES:
+        return None
+    messages, media = _grown(known, items, parse)
+    request = msgspec.structs.replace(known.request, conversation=Conversation(messages), media=media)
+    _keep(body, stop, known, messages, request, prefixes)
+    return request
+
+
+def _read_rest(body: bytes, known: Known, parse: Callable[[bytes], Message], prefixes: Prefixes) -> Request | None:
+    """The same for one that ends in another way than the last: its fields are read anew."""
     rest = body[len(known.prefix) :].lstrip(_SPACE)
     if rest[:1] == b",":
         rest = rest[1:].lstrip(_SPACE)
@@ -121,14 +159,20 @@ def _read_on(body: bytes, known: Known, parse: Callable[[bytes], Message], prefi
     fields = {**known.fields, **fields}
     if not items:
         prefixes.used(known)
-        return _request(fields, len(known.fields), known.messages)
-    messages = Messages((*known.messages, *(parse(item) for item in items)), known.messages)
-    cut = len(body) - len(rest) + len(raw_messages[:-1].rstrip(_SPACE)) - 1
-    prefixes.keep(Known(body[:cut], messages, known.fields), instead_of=known)
-    return _request(fields, len(known.fields), messages)
+        return _request(fields, len(known.fields), known.messages, known.request.media)
+    messages, media = _grown(known, items, parse)
+    request = _request(fields, len(known.fields), messages, media)
+    _keep(body, len(body) - len(rest) + len(raw_messages) - 2, known, messages, request, prefixes)
+    return request
 
 
-def _learn(body: bytes, raw_messages: bytes, messages: Messages, prefixes: Prefixes) -> None:
+def _keep(body: bytes, stop: int, known: Known, messages: Messages, request: Request, prefixes: Prefixes) -> None:
+    """Remember the history that grew from a known one. stop: where its messages end, or the space after them."""
+    prefix = body[:stop].rstrip(_SPACE)
+    prefixes.keep(Known(prefix, known.fields, body[len(prefix) :], messages, request), instead_of=known)
+
+
+def _learn(body: bytes, raw_messages: bytes, messages: Messages, request: Request, prefixes: Prefixes) -> None:
     """Remember the history of a body that was read whole."""
     if len(body) < prefixes.shortest or 2 * len(raw_messages) <= len(body):
         return  # not worth it; or it could stand there twice
@@ -140,7 +184,8 @@ def _learn(body: bytes, raw_messages: bytes, messages: Messages, prefixes: Prefi
     except Unreadable:
         return
     if fields.popitem() == ("messages", b"[]"):  # it stands last unless it stood there before
-        prefixes.keep(Known(body[: start + len(raw_messages[:-1].rstrip(_SPACE))], messages, fields))
+        cut = start + len(raw_messages[:-1].rstrip(_SPACE))
+        prefixes.keep(Known(body[:cut], fields, body[cut:], messages, request))
 
 
 _SPACE = b" \t\n\r"
@@ -162,9 +207,8 @@ def read_messages(raw: bytes) -> Conversation:
 
 def read_message(raw: bytes) -> Message:
     """One message; what does not have the shape of one is kept whole as Opaque. Raises Unreadable only for depth."""
-    unknown = Message("", (Opaque("unknown", raw, "message"),), raw=raw)
     if raw[:1] != b"{":
-        return unknown
+        return Message("", (Opaque("unknown", raw, "message"),), raw=raw)
     fields = slices.split_object(raw)
     role = _string_or_empty(fields.get("role"))
     try:

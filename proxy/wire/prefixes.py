@@ -7,11 +7,14 @@ so what was understood of the first is taken up for the second. The bytes themse
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+import msgspec
 
 from proxy.conversation import Messages
+from proxy.wire import Request
 
 LANDMARKS = (512 * 1024, 64 * 1024, 8 * 1024, 512)
 """Offsets whose bytes find a history among others; a shorter one is read anew faster than it is found."""
@@ -25,88 +28,100 @@ MOST_ALIKE = 32
 of them a request takes half of what it takes when their histories are not found, with more there is nothing to win."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """The beginning of a body, up to the end of a message. fields: those that stand before the messages."""
+# A Struct, because each turn of a conversation makes one
+class Known(msgspec.Struct, frozen=True, eq=False):
+    """The beginning of a body, up to the end of a message. fields: those that stand before the messages.
 
-    prefix: bytes = field(repr=False)
-    messages: Messages = field(repr=False)
-    fields: Mapping[str, bytes] = field(repr=False)
+    rest: what came after it, and the request that this came to: most turns of a conversation end as the one before.
+    """
+
+    prefix: bytes
+    fields: Mapping[str, bytes]
+    rest: bytes
+    messages: Messages
+    request: Request
+
+    def __repr__(self) -> str:
+        return f"Known({len(self.messages)} messages)"  # what a client said is shown to nobody
+
+
+_Alike = dict[bytes, list[Known]]
+"""Histories by the bytes at one landmark."""
+_Place = tuple[int, int, _Alike]
+"""Where a landmark begins and ends, and what is found by it."""
 
 
 class Prefixes:
     """The histories seen last, bounded in bytes."""
 
     def __init__(self, max_bytes: int = 32 * 1024 * 1024, landmarks: tuple[int, ...] = LANDMARKS) -> None:
-        self._limit, self._landmarks = max_bytes, landmarks
+        self._limit = max_bytes
         self.shortest = min(landmarks) + LANDMARK
         self._size = 0
-        self._known: OrderedDict[Known, tuple[bytes, int]] = OrderedDict()
-        self._newest: Known | None = None
-        self._places: dict[tuple[bytes, int], list[Known]] = {}
+        self._known: OrderedDict[Known, tuple[_Alike, bytes, int]] = OrderedDict()
+        self.newest: Known | None = None  # kept or used last
+        places: list[_Place] = [(offset, offset + LANDMARK, {}) for offset in sorted(landmarks)]
+        self._ends = [stop for _, stop, _ in places]
+        self._within = [places[:count][::-1] for count in range(len(places) + 1)]
+        """By how many landmarks lie within a body: those, the furthest first."""
         self._lock = threading.Lock()
 
     def find(self, body: bytes) -> Known | None:
         """The longest known history that the body begins with."""
-        size = len(body)
-        for offset in self._landmarks:
-            if size < offset + LANDMARK:
-                continue
-            begins = [known for known in self._places.get(_place(body, offset), ()) if body.startswith(known.prefix)]
-            if begins:
-                return begins[0] if len(begins) == 1 else max(begins, key=_length)
-        return None
+        longest = None
+        for start, stop, alike in self._within[bisect_right(self._ends, len(body))]:
+            for known in alike.get(body[start:stop], ()):
+                if body.startswith(known.prefix) and (longest is None or len(known.prefix) > len(longest.prefix)):
+                    longest = known
+            if longest is not None:
+                break
+        return longest
 
     def keep(self, known: Known, instead_of: Known | None = None) -> None:
         """Remember a history; the one that it grew from goes."""
-        offset = next((offset for offset in self._landmarks if len(known.prefix) >= offset + LANDMARK), None)
-        if offset is None or len(known.prefix) > self._limit // 4:
+        places = self._within[bisect_right(self._ends, len(known.prefix))]
+        weight = _weight(known)
+        if not places or weight > self._limit // 4:
             return
-        place = _place(known.prefix, offset)
+        start, stop, alike = places[0]
+        landmark = known.prefix[start:stop]
         with self._lock:
             if instead_of is not None:
                 self._forget(instead_of)
-            self._known[known] = place
-            self._newest = known
+            self._known[known] = alike, landmark, weight
+            self.newest = known
             # a new list, because `find` reads without the lock
-            alike = [known, *self._places.get(place, ())]
-            self._places[place] = alike[:MOST_ALIKE]
-            self._size += _weight(known)
-            for surplus in alike[MOST_ALIKE:]:
+            together = [known, *alike.get(landmark, ())]
+            alike[landmark] = together[:MOST_ALIKE]
+            self._size += weight
+            for surplus in together[MOST_ALIKE:]:
                 self._forget(surplus)
             while self._size > self._limit:
                 self._forget(next(iter(self._known)))
 
     def used(self, known: Known) -> None:
         """It is the one to forget last."""
-        if self._newest is known:
-            return
         with self._lock:
             if known in self._known:
                 self._known.move_to_end(known)
-                self._newest = known
+                self.newest = known
 
     def _forget(self, known: Known) -> None:
         place = self._known.pop(known, None)
         if place is None:
             return
-        if self._newest is known:
-            self._newest = None
-        self._size -= _weight(known)
-        alike = [other for other in self._places.get(place, ()) if other is not known]
-        if alike:
-            self._places[place] = alike
+        alike, landmark, weight = place
+        if self.newest is known:
+            self.newest = None
+        self._size -= weight
+        others = [other for other in alike.get(landmark, ()) if other is not known]
+        if others:
+            alike[landmark] = others
         else:
-            self._places.pop(place, None)
-
-
-def _place(body: bytes, offset: int) -> tuple[bytes, int]:
-    return body[offset : offset + LANDMARK], offset
-
-
-def _length(known: Known) -> int:
-    return len(known.prefix)
+            alike.pop(landmark, None)
 
 
 def _weight(known: Known) -> int:
-    return len(known.prefix) + HELD_BESIDE + MESSAGE_BESIDE * len(known.messages)
+    """Bytes that it holds, about."""
+    fields = sum(map(len, known.request.fields.values()))
+    return len(known.prefix) + len(known.rest) + fields + HELD_BESIDE + MESSAGE_BESIDE * len(known.messages)

@@ -38,7 +38,7 @@ def raised(kind: type[BaseException]) -> BaseException:
 
 
 PARTS: dict[str, Callable[[Any, Any], None]] = {
-    "reading": lambda compactor, fails: setattr(compactor, "_understand", fails),
+    "reading": lambda compactor, fails: setattr(compactor, "_read", fails),
     "measuring": lambda compactor, fails: setattr(compactor, "_budget", fails),
     "judging": lambda compactor, fails: setattr(compactor, "_judge", fails),
     "fitting": lambda compactor, fails: setattr(compactor._events, "fit", fails),

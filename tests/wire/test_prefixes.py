@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy import tokens
-from proxy.conversation import Message, Messages
+from proxy.conversation import Message, Messages, Opaque
 from proxy.errors import Unreadable
-from proxy.learned import has_media
 from proxy.tokens.calibration import chain
 from proxy.wire import Request, chat_completions
 from proxy.wire.prefixes import Known, Prefixes
@@ -122,6 +121,79 @@ def test_what_is_known_changes_nothing_of_what_is_read(other: bytes) -> None:
         assert same(known, alone)
 
 
+ENDING = b'], "stream": true, "x": [[1], {"messages": []}]}'
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        b"",
+        b" ",
+        b",",
+        b", ",
+        b', {"role": "user", "content": "new"}',
+        b' ,\n{"role":"user","content":"new"}, 1, "x" \n',
+        b',{"role":"user","content":[{"type":"image_url","image_url":{"url":"data:image/png;base64,AAAA"}}]}',
+        b', {"role": "user", "content": "a ]}"}',
+        b', {"role": "user", "content": "new"}], "n": [1',
+        b', {"role": "user", "content": "new"}], "stream": false, "y": [1',
+        b'], "messages": [1',
+        b'], "tools": [{}',
+        b"]",
+        b"],",
+        b", [1",
+        b", 1]",
+        b", NaN",
+        b', "\xff"',
+        b', "\\ud800"',
+        b', {"role": "user"',
+        b' {"role": "user"}',
+        b", 1,",
+        b", ,1",
+        b', "open',
+    ],
+    ids=range(24),
+)
+@pytest.mark.parametrize("space", ["", " "])
+def test_what_stands_between_a_known_beginning_and_a_known_end_is_read_as_it_is(between: bytes, space: str) -> None:
+    prefixes, beginning = Prefixes(landmarks=NEAR), body(10, space=space)[:-2]
+    read(beginning + ENDING, prefixes)
+    parsed: list[bytes] = []
+
+    for other in (
+        beginning + between + ENDING,
+        beginning + between + ENDING,
+        beginning + between + b', {"role": "user"}' + ENDING,
+    ):
+        known, alone = read(other, prefixes, parsed), read(other)
+        assert known == alone
+        if isinstance(known, Request) and isinstance(alone, Request):
+            assert same(known, alone)
+
+
+def test_the_turns_of_a_conversation_share_their_fields_and_nobody_else_does() -> None:
+    prefixes = Prefixes(landmarks=NEAR)
+    first = read(body(10, after={"stream": True}), prefixes)
+    assert isinstance(first, Request)
+    first.fields.note = "noted"
+
+    turn, other, foreign = [
+        read(raw, prefixes)
+        for raw in (
+            body(12, after={"stream": True}),
+            body(14, after={"stream": False}),
+            body(14, {"model": "n"}, {"stream": True}),
+        )
+    ]
+
+    assert isinstance(turn, Request)
+    assert isinstance(other, Request)
+    assert isinstance(foreign, Request)
+    assert turn.fields.note == "noted"
+    assert other.fields.note is None
+    assert foreign.fields.note is None
+
+
 @pytest.mark.parametrize(
     "first",
     [
@@ -190,7 +262,7 @@ def test_any_series_of_turns_is_read_and_counted_as_if_each_came_alone(turns: li
         assert ruler.raw(messages) == ruler.raw(messages) == ruler.raw(plain)
         assert ruler.cold_bytes(messages) == 0
         assert list(chain(messages, 7)) == list(chain(messages, 7)) == list(chain(plain, 7))
-        assert has_media(known) == has_media(known) == has_media(alone)
+        assert known.media == any(isinstance(part, Opaque) for message in plain for part in message.parts)
 
 
 def test_histories_are_bounded_in_bytes_and_the_longest_unused_goes() -> None:
