@@ -46,6 +46,10 @@ class Client(Leaves, Protocol):
         """All of the body, where it is here already, in one piece or in no more than `most` bytes, and none of it was taken."""
         ...
 
+    def answer(self, status: int, headers: Headers, body: bytes) -> Awaitable[None]:
+        """Sends a whole answer, at once where the client's socket is not full."""
+        ...
+
     def put(self, piece: bytes) -> bool:
         """Sends a piece of an answer that has begun and has no length, at once; whether the client's socket takes more."""
         ...

@@ -246,6 +246,19 @@ class Cycle:
         await self.drain()
         await self.send(message)
 
+    def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Awaitable[None]:
+        """Sends a whole answer, at once where the client's socket is not full."""
+        if self._flow.write_paused:
+            return self._answer_later(status, headers, body)
+        if not self.disconnected:
+            self._start(status, headers, waits=False)
+            self._send_body(body, more=False)
+        return self._sent
+
+    async def _answer_later(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        await self.drain()
+        await self.answer(status, headers, body)
+
     def put(self, piece: bytes) -> bool:
         """What `send` does with a piece of the body that is not the last, at once; whether the socket takes more."""
         if self.disconnected:

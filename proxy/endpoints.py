@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING, TypeVar
 
 from proxy.answers import (
@@ -244,14 +245,14 @@ class Proxy:
         if exchange.trace is not None:
             with OURS:
                 headers, prepared = exchange.trace.sends(headers, exchange.decision.model), None
-        exchange.sent, started = True, time.perf_counter()
+        exchange.sent, started = True, perf_counter()
         try:
             if prepared is None or not isinstance(body, (list, tuple)):
                 answer = await self._upstream.forward(known.method, known.target, headers, body)
             else:
                 answer = await self._upstream.send(prepared, body)
         finally:
-            exchange.headed_at = time.perf_counter()
+            exchange.headed_at = perf_counter()
             exchange.upstream_seconds += exchange.headed_at - started
         if exchange.trace is not None:
             with OURS:
@@ -370,14 +371,21 @@ class Proxy:
             self._explain(exchange)
         headers = source.headers + told(exchange.decision) + exchange.beside if chat else source.headers
         exchange.status, exchange.answering = answer.status, True
-        # waits: a hint to our own server, which ASGI leaves room for
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers, "waits": not source.ready})
-        client = None if source is answer and b"content-length" in said else client_of(scope)
-        feed = passing.feed
+        client, feed = client_of(scope), passing.feed
         try:
-            while chunk := await source.next():
+            chunk = await source.next() if source.ready else b""
+            if chunk and client is not None and source.ended:
+                exchange.first_chunk_at = perf_counter()
+                feed(chunk)
+                await client.answer(answer.status, headers, chunk)
+                return
+            # waits: a hint to our own server, which ASGI leaves room for
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers, "waits": not chunk})
+            if source is answer and b"content-length" in said:
+                client = None
+            while chunk or (chunk := await source.next()):
                 if exchange.first_chunk_at is None:
-                    exchange.first_chunk_at = time.perf_counter()
+                    exchange.first_chunk_at = perf_counter()
                 feed(chunk)
                 passing.last = chunk
                 ended = source.ended
@@ -386,6 +394,7 @@ class Proxy:
                     return
                 if client is not None and await passing.poured(source, client):
                     break
+                chunk = b""
         except UpstreamError as error:
             exchange.upstream_error, exchange.aborted = error.reason, True
             if "event-stream" in kind and not coding:
@@ -393,7 +402,7 @@ class Proxy:
             # without a last body message the server drops the connection: the client cannot take it for a whole answer
             return
         finally:
-            exchange.upstream_seconds += time.perf_counter() - exchange.headed_at
+            exchange.upstream_seconds += perf_counter() - exchange.headed_at
             if tap is not None:
                 with OURS:
                     exchange.usage = tap.usage()

@@ -69,6 +69,18 @@ class StrictHttp(HttpToolsProtocol):
     _poisoned = False
     _idle_since: float | None = None
 
+    def __init__(self, *settings: Any) -> None:
+        # each field of each head passes here, so it is not a method; the parser looks it up once, which is right below
+        fields: Headers = []
+        append = fields.append
+
+        def on_header(name: bytes, value: bytes) -> None:
+            append((name.lower(), value))
+
+        self._fields = fields
+        self.on_header = on_header  # type: ignore[method-assign]
+        super().__init__(*settings)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._sent: asyncio.Future[None] = self.loop.create_future()
@@ -113,23 +125,17 @@ class StrictHttp(HttpToolsProtocol):
         self._in_head = True
         self._progress += 1
         self.url = b""
-        self.headers = []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # what comes later is a trailer: dropped
-            if len(self.headers) >= MAX_FIELDS:
-                raise _BadRequest
-            self.headers.append((name.lower(), value))
+        self._fields.clear()  # what came behind the last request's body were trailers: dropped
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._progress += 1
-        parser, head = self.parser, self._head
-        said = self.url, parser.get_method(), parser.get_http_version(), self.headers
+        parser, head, headers = self.parser, self._head, self._fields.copy()
+        said = self.url, parser.get_method(), parser.get_http_version(), headers
         if head is None or not head.is_said_again(*said):
             head = self._head = self._new_head(*said)
         scope = head.scope.copy()
-        scope["headers"] = self.headers
+        scope["headers"] = headers
         scope["state"] = self.app_state.copy()
         before = self.cycle
         cycle = self.cycle = Cycle(scope, head.notes, self.transport, self.flow, self.loop, self.on_response_complete, self._sent)
@@ -147,7 +153,7 @@ class StrictHttp(HttpToolsProtocol):
     def _new_head(self, url: bytes, method: bytes, version: str, fields: Headers) -> _Head:
         """Raises _BadRequest."""
         head = _Head(url, method, version, fields)
-        head.continues = self._check_head(version, method)
+        head.continues = self._check_head(version, method, fields)
         raw_path, _, query = url.partition(b"?")
         path = raw_path.decode("ascii")
         head.scope = {
@@ -198,10 +204,12 @@ class StrictHttp(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _check_head(self, version: str, method: bytes) -> bool:
+    def _check_head(self, version: str, method: bytes, fields: Headers) -> bool:
         """Whether the client waits to be told to go on with the body. Raises _BadRequest."""
         hosts, size, continues = 0, len(self.url), False
-        for name, value in self.headers:
+        if len(fields) > MAX_FIELDS:
+            raise _BadRequest
+        for name, value in fields:
             size += len(name) + len(value) + 4
             if name == b"host":
                 hosts += 1
