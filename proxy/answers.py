@@ -10,10 +10,10 @@ import msgspec
 
 from proxy import overflow
 from proxy.arrivals import Client, Headers, Send, header
+from proxy.connection import Sink
 from proxy.decisions import Decision, Outcome
 from proxy.errors import ClientError, Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, saved
-from proxy.transport import Sink
 from proxy.upstream import Answer
 from proxy.wire import slices
 from proxy.wire.sse import WHOLE, UsageTap
@@ -98,6 +98,9 @@ class Replay:
         held = self._ended or self._pending is not None or self._next < len(self._pieces)
         return None if held else self._answer.pour(sink)
 
+    def rest(self) -> None:
+        return None
+
     @property
     def ready(self) -> bool:
         return self._next < len(self._pieces)
@@ -145,6 +148,9 @@ class Edited:
         return b""
 
     def pour(self, sink: Sink) -> None:
+        return None
+
+    def rest(self) -> None:
         return None
 
     ready = ended = False  # what the editor holds back comes after the answer's end

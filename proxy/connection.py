@@ -78,14 +78,12 @@ class Pool(Protocol):
 class Reply:
     """The answer of one exchange: its head, then its pieces.
 
-    status: 0 until the head is there. headers: as they came, names in lower case, without those of the connection. length: of
-    the body, as the content-length among them announces it.
+    status: 0 until the head is there. headers: as they came, names in lower case, without those of the connection.
     """
 
     # what most exchanges leave as it is stands here, for all of them
     status = 0
     headers: list[tuple[bytes, bytes]]
-    length: int | None = None
     finished = reusable = until_close = paused = full = False
     held = silent = interim = 0
     failure: UpstreamError | None = None
@@ -129,6 +127,10 @@ class Reply:
             return False
         finally:
             self.sink = None
+
+    def rest(self) -> bytes | None:
+        """All that has not been fetched, where it is here to the clean end; it is fetched then."""
+        return self.take() if self.finished else None
 
     @property
     def ready(self) -> bool:
@@ -300,9 +302,7 @@ class Connection(asyncio.Protocol):
         if b"transfer-encoding" in named:
             if any(name == b"transfer-encoding" and value.strip().lower() != b"chunked" for name, value in fields):
                 raise _Refused
-        elif b"content-length" in named:
-            reply.length = int(named[b"content-length"])  # the parser lets only digits through, and blanks around them
-        else:
+        elif b"content-length" not in named:
             reply.until_close = status not in (204, 304)
         reply.status, reply.headers = status, fields if HOP_BY_HOP.isdisjoint(named) else end_to_end(fields)
         if reply.bodiless:  # the parser does not know that this answers a HEAD, so it cannot be used again

@@ -373,17 +373,17 @@ class Proxy:
         exchange.status, exchange.answering = answer.status, True
         client, feed = client_of(scope), passing.feed
         try:
-            chunk = await source.next() if source.ready else b""
-            if chunk and client is not None and source.ended:
+            whole = source.rest() if client is not None else None
+            if whole is not None and client is not None:
                 exchange.first_chunk_at = perf_counter()
-                feed(chunk)
-                await client.answer(answer.status, headers, chunk)
+                feed(whole)
+                await client.answer(answer.status, headers, whole)
                 return
             # waits: a hint to our own server, which ASGI leaves room for
-            await send({"type": "http.response.start", "status": answer.status, "headers": headers, "waits": not chunk})
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers, "waits": not source.ready})
             if source is answer and b"content-length" in said:
                 client = None
-            while chunk or (chunk := await source.next()):
+            while chunk := await source.next():
                 if exchange.first_chunk_at is None:
                     exchange.first_chunk_at = perf_counter()
                 feed(chunk)
@@ -394,7 +394,6 @@ class Proxy:
                     return
                 if client is not None and await passing.poured(source, client):
                     break
-                chunk = b""
         except UpstreamError as error:
             exchange.upstream_error, exchange.aborted = error.reason, True
             if "event-stream" in kind and not coding:

@@ -19,7 +19,6 @@ from typing import Any, cast
 import httpx
 
 from proxy.connection import Connection, DiedUnanswered, Headers, Origin, Reply
-from proxy.connection import Sink as Sink
 from proxy.errors import UpstreamError
 
 Body = Sequence[bytes] | AsyncIterator[bytes]

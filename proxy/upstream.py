@@ -31,8 +31,7 @@ SHARDS = 16
 class Answer(Protocol):
     """What the upstream answered: a `connection.Reply`, or a stock httpx answer.
 
-    headers: as they came, names in lower case, in order, without those of the connection. length: of the body, as the
-    content-length among them says; None without one.
+    headers: as they came, names in lower case, in order, without those of the connection.
     """
 
     @property
@@ -41,9 +40,6 @@ class Answer(Protocol):
     @property
     def headers(self) -> list[tuple[bytes, bytes]]: ...
 
-    @property
-    def length(self) -> int | None: ...
-
     def next(self) -> Awaitable[bytes]:
         """Each piece as it comes, b"" at the clean end. Raises UpstreamError when the answer broke off or fell short."""
         ...
@@ -51,6 +47,10 @@ class Answer(Protocol):
     def pour(self, sink: Sink) -> Awaitable[bool] | None:
         """Has each piece handed to the sink as it comes, without waking anybody: True at the clean end, False as soon as the
         sink is full. None where the transport cannot. Raises UpstreamError."""
+        ...
+
+    def rest(self) -> bytes | None:
+        """All that has not been fetched, where it is here to its clean end; it is fetched then. None where that is not known."""
         ...
 
     @property
@@ -365,7 +365,6 @@ class _StockReply:
     def __init__(self, response: httpx.Response, closing: set[asyncio.Task[None]]) -> None:
         self.status = response.status_code
         self.headers = answer_headers(response.headers.raw)
-        self.length = _content_length(self.headers)
         self._response: httpx.Response | None = response
         self._pieces = aiter(cast(httpx.AsyncByteStream, response.stream))
         self._closing = closing
@@ -380,6 +379,9 @@ class _StockReply:
         return b""
 
     def pour(self, sink: Sink) -> None:
+        return None
+
+    def rest(self) -> None:
         return None
 
     ready = ended = False  # it says so only when it is asked for more

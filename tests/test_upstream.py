@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -227,27 +228,54 @@ def test_what_would_break_the_head_cannot_be_prepared(transport: Any, target: by
     assert caught.value.reason == "protocol"
 
 
+WHOLE_ANSWERS = {
+    "its length": b"Content-Length: 2\r\n\r\nok",
+    "no bytes": b"Content-Length: 0\r\n\r\n",
+    "chunks": b"Transfer-Encoding: chunked\r\n\r\n1\r\no\r\n1\r\nk\r\n0\r\n\r\n",
+}
+
+
 @pytest.mark.anyio
-@pytest.mark.parametrize("transport", ["sockets", "httpx"])
-async def test_an_answer_tells_the_length_that_it_announces(toxic: Toxic, transport: Any) -> None:
-    upstream = Upstream(toxic.url, transport=transport)
-    lengths = []
+@pytest.mark.parametrize("framed", WHOLE_ANSWERS.values(), ids=WHOLE_ANSWERS)
+async def test_what_is_left_of_an_answer_is_had_at_once_where_it_is_here_to_its_end(toxic: Toxic, framed: bytes) -> None:
+    upstream = Upstream(toxic.url)
 
-    for head in (
-        b"Content-Length: 2\r\n\r\nok",
-        b"Content-Length: 0\r\n\r\n",
-        b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
-    ):
+    async def behave(ex: Exchange) -> None:
+        await ex.send(b"HTTP/1.1 200 OK\r\n" + framed)
 
-        async def behave(ex: Exchange, head: bytes = head) -> None:
-            await ex.send(b"HTTP/1.1 200 OK\r\n" + head)
+    toxic.behavior = behave
+    answer = await upstream.forward(b"GET", b"/", [])
 
-        toxic.behavior = behave
-        answer = await upstream.forward(b"GET", b"/", [])
-        lengths.append(answer.length)
-        answer.close()
+    assert answer.rest() == (b"" if b"Length: 0" in framed else b"ok")
+    assert answer.ended
+    assert await answer.next() == b""
+    answer.close()
+    await upstream.aclose()
 
-    assert lengths == [2, 0, None]
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("begun", "held"),
+    [(b"Content-Length: 3\r\n\r\nok", b"ok"), (b"Connection: close\r\n\r\nok", b"ok")],
+    ids=["short", "until close"],
+)
+async def test_of_an_answer_that_may_go_on_nothing_is_left_out_by_asking_for_the_rest(
+    toxic: Toxic, begun: bytes, held: bytes
+) -> None:
+    upstream = Upstream(toxic.url)
+    going_on = asyncio.Event()
+
+    async def behave(ex: Exchange) -> None:
+        await ex.send(b"HTTP/1.1 200 OK\r\n" + begun)
+        await going_on.wait()
+
+    toxic.behavior = behave
+    answer = await upstream.forward(b"GET", b"/", [])
+
+    assert answer.rest() is None
+    assert await answer.next() == held
+    answer.close()
+    going_on.set()
     await upstream.aclose()
 
 
