@@ -50,6 +50,8 @@ UNKNOWN_FIELD = frozenset({400, 422})
 """Statuses under which upstreams say that they do not know a field."""
 MOST_HELD = 1024 * 1024 * 1024
 """Bytes of the bodies that are held whole: beyond, bodies are passed through as they come."""
+FAILED = Decision("failed", "internal_error")
+"""Where we could not decide: it goes on as it came."""
 SILENT_MODELS = 256
 """Models remembered as not taking the question for usage; clients choose the names."""
 
@@ -118,7 +120,18 @@ class Proxy:
                         known: Asked | None = notes.get(self)
                         if known is None:
                             known = notes[self] = asked(scope, exchange.endpoint, self._client_keys, self._upstream)
-                        await self._handle(exchange, known, scope, receive, send)
+                        with Upload(scope, receive, self._body_timeout, self._held) as upload:
+                            if exchange.endpoint == ANY:
+                                await self._pass(exchange, known, scope, upload, send)
+                            else:
+                                self._discover(scope["headers"])
+                                if not upload.takes_at_hand(self._max_body_bytes):
+                                    await upload.read(self._max_body_bytes)
+                                if exchange.endpoint == COMPACT:
+                                    await self._compact(exchange, known, upload, send)
+                                else:
+                                    upload.end_with_client()
+                                    await self._line(exchange, known, scope, upload, send)
                     except ClientGone:
                         exchange.gone = True
                     except (ClientError, UpstreamError) as error:
@@ -129,38 +142,22 @@ class Proxy:
                 with OURS:
                     self._record(exchange)
 
-    async def _handle(self, exchange: Exchange, known: Asked, scope: Scope, receive: Receive, send: Send) -> None:
-        """Takes the body in, as far as it is to be held, and goes on for as long as the client stays."""
-        endpoint = exchange.endpoint
-        if endpoint != ANY:
-            self._discover(scope["headers"])
-        with Upload(scope, receive, self._body_timeout, self._held) as upload:
-            most = 0 if endpoint == ANY else self._max_body_bytes
-            if not upload.takes_at_hand(most):
-                await self._take(endpoint, upload, scope, most)
-            if endpoint == COMPACT:
-                await self._compact(exchange, known, upload, send)
-                return
-            upload.end_with_client()
-            if endpoint == CHAT and upload.whole:
-                await self._line(exchange, known, scope, upload.first, send)
-                return
-            if endpoint == CHAT:
-                exchange.decision = Decision("none", "too_large")
-            answer = await self._send(exchange, known, scope, upload.body)
-            try:
-                await self._stream(exchange, scope, answer, send)
-            finally:
-                answer.close()
-
-    async def _take(self, endpoint: str, upload: Upload, scope: Scope, most: int) -> None:
-        framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
-        if endpoint == ANY and not framed:
-            upload.whole = True
+    async def _pass(self, exchange: Exchange, known: Asked, scope: Scope, upload: Upload, send: Send) -> None:
+        """Everything that is no chat completion: streamed both ways."""
+        if any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"]):
+            # one that comes in one piece is kept: the upstream's idle connections serve only what can be sent a second time
+            await upload.read(0)
         else:
-            # of what only passes through, one that comes in one piece is kept, too: the upstream's idle connections serve only
-            # what can be sent a second time
-            await upload.read(most)
+            upload.whole = True
+        upload.end_with_client()
+        await self._relay(exchange, known, scope, upload.body, send)
+
+    async def _relay(self, exchange: Exchange, known: Asked, scope: Scope, body: Body, send: Send) -> None:
+        answer = await self._send(exchange, known, scope, body)
+        try:
+            await self._stream(exchange, scope, answer, send)
+        finally:
+            answer.close()
 
     async def _compact(self, exchange: Exchange, known: Asked, upload: Upload, send: Send) -> None:
         """The sidecar: what would be forwarded, as an answer, and nothing sent anywhere."""
@@ -169,7 +166,8 @@ class Proxy:
                 raise ClientError("too many large bodies are under way", status=503, code="busy")
             raise ClientError("the body is too large", status=413, code="body_too_large")
         wish = replace(known.wish, mode="force") if known.wish.mode == "auto" else known.wish
-        decision = exchange.decision = await self._decide(known, upload.first, wish)
+        exchange.decision = await self._safely(self._deciding(known, upload.first, wish), FAILED)
+        decision = exchange.decision
         decision = exchange.decision = await self._safely(self._compactor.count(decision), decision)
         try:
             answer = compact_answer(decision, self._as_forwarded(decision, upload.first, known.coding))
@@ -188,10 +186,19 @@ class Proxy:
         body = b"".join(pieces)
         return encodings.decoded(body, coding, self._max_body_bytes) if coding else body
 
-    async def _line(self, exchange: Exchange, known: Asked, scope: Scope, pieces: Sequence[bytes], send: Send) -> None:
+    async def _line(self, exchange: Exchange, known: Asked, scope: Scope, upload: Upload, send: Send) -> None:
         """Decide, forward, recover from an overflow, stream back."""
-        exchange.decision = await self._decide(known, pieces, known.wish)
-        counting = self._count_meanwhile(exchange.decision)
+        if not upload.whole:
+            exchange.decision = Decision("none", "too_large")
+            await self._relay(exchange, known, scope, upload.body, send)
+            return
+        pieces, exchange.decision = upload.first, FAILED
+        with OURS:
+            exchange.decision = await self._deciding(known, pieces, known.wish)
+        counting: asyncio.Task[Decision] | None = None
+        if exchange.decision.before is None and exchange.decision.request is not None:
+            # what is forwarded without a count is counted while the upstream thinks
+            counting = asyncio.ensure_future(self._safely(self._compactor.count(exchange.decision), exchange.decision))
         if self._options.ask_usage:
             self._ask_usage(exchange, known, pieces)
         answer: Answer | Replay | None = None
@@ -214,17 +221,9 @@ class Proxy:
             if answer is not None:
                 answer.close()
 
-    async def _decide(self, known: Asked, pieces: Sequence[bytes], wish: Wish) -> Decision:
+    def _deciding(self, known: Asked, pieces: Sequence[bytes], wish: Wish) -> Awaitable[Decision]:
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        with OURS:
-            return await self._compactor.decide(body, known.path, wish, known.coding, known.caller)
-        return Decision("failed", "internal_error")
-
-    def _count_meanwhile(self, decision: Decision) -> asyncio.Task[Decision] | None:
-        """Counts, while the upstream thinks, what was forwarded without a count."""
-        if decision.before is not None or decision.request is None:
-            return None
-        return asyncio.ensure_future(self._safely(self._compactor.count(decision), decision))
+        return self._compactor.decide(body, known.path, wish, known.coding, known.caller)
 
     async def _safely(self, work: Awaitable[T], otherwise: T) -> T:
         """Our own part of a request, and what it comes to when it fails."""
