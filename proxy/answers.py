@@ -233,9 +233,10 @@ def _has_event(pieces: list[bytes]) -> bool:
 
 def may_be_too_long(decision: Decision, answer: Answer | Replay) -> bool:
     """Whether a stream that began well may still turn out to be a refusal of the prompt's length."""
-    if decision.forwarded is None or answer.status != 200 or "event-stream" not in header(answer.headers, b"content-type"):
+    forwarded, budget = decision.forwarded, decision.budget
+    if forwarded is None or forwarded < (SUSPECT_TOKENS if budget is None else budget.usable * SUSPECT_SHARE):
         return False
-    return decision.forwarded >= (SUSPECT_TOKENS if decision.budget is None else decision.budget.usable * SUSPECT_SHARE)
+    return answer.status == 200 and "event-stream" in header(answer.headers, b"content-type")
 
 
 def told(decision: Decision) -> Headers:

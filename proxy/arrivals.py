@@ -91,15 +91,18 @@ class Held:
 
 
 class Upload:
-    """The body of a request, and the client behind it. size: bytes of it that are held, no longer than the block around it."""
+    """The body of a request, and the client behind it.
 
-    __slots__ = ("_client", "_gone", "_held", "_receive", "_timeout", "_watched", "first", "size", "whole")
+    client: None under a server that is not ours. size: bytes of the body that are held, no longer than the block around it.
+    """
+
+    __slots__ = ("_gone", "_held", "_receive", "_timeout", "_watched", "client", "first", "size", "whole")
 
     def __init__(self, scope: Scope, receive: Receive, body_timeout: float | None, held: Held) -> None:
         """body_timeout: seconds that each piece may take, where our own server is in front."""
         self._receive, self._timeout, self._held = receive, body_timeout, held
         self.size = 0
-        client = self._client = client_of(scope)
+        client = self.client = client_of(scope)
         if client is not None:
             client.body_timeout = body_timeout
         self.first: Sequence[bytes] = ()
@@ -108,9 +111,9 @@ class Upload:
 
     def takes_at_hand(self, most: int) -> bool:
         """What `read` does, at once, where all of the body is here; else False."""
-        if self._client is None or self._held.bytes > self._held.most:
+        if self.client is None or self._held.bytes > self._held.most:
             return False
-        pieces = self._client.whole(most)
+        pieces = self.client.whole(most)
         if pieces is None:
             return False
         self.first, self.whole = pieces, True
@@ -140,7 +143,7 @@ class Upload:
 
     def end_with_client(self) -> None:
         """From here on the client's leaving ends the block around the upload at once, which raises ClientGone then."""
-        watched = self._watched = self._client or _Watcher(self)
+        watched = self._watched = self.client or _Watcher(self)
         watched.when_left(self._leave)
 
     def _leave(self) -> None:

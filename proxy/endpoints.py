@@ -26,7 +26,7 @@ from proxy.answers import (
     told,
     with_usage_raised,
 )
-from proxy.arrivals import Body, Headers, Held, Notes, Receive, Scope, Send, Upload, client_of, notes_of
+from proxy.arrivals import Body, Client, Headers, Held, Notes, Receive, Scope, Send, Upload, notes_of
 from proxy.asked import REWRITTEN, Asked, asked, endpoint_of
 from proxy.compactor import Compactor
 from proxy.decisions import Decision, Wish
@@ -150,12 +150,12 @@ class Proxy:
         else:
             upload.whole = True
         upload.end_with_client()
-        await self._relay(exchange, known, scope, upload.body, send)
+        await self._relay(exchange, known, scope, upload, send)
 
-    async def _relay(self, exchange: Exchange, known: Asked, scope: Scope, body: Body, send: Send) -> None:
-        answer = await self._send(exchange, known, scope, body)
+    async def _relay(self, exchange: Exchange, known: Asked, scope: Scope, upload: Upload, send: Send) -> None:
+        answer = await self._send(exchange, known, scope, upload.body)
         try:
-            await self._stream(exchange, scope, answer, send)
+            await self._stream(exchange, upload.client, answer, send)
         finally:
             answer.close()
 
@@ -190,7 +190,7 @@ class Proxy:
         """Decide, forward, recover from an overflow, stream back."""
         if not upload.whole:
             exchange.decision = Decision("none", "too_large")
-            await self._relay(exchange, known, scope, upload.body, send)
+            await self._relay(exchange, known, scope, upload, send)
             return
         pieces, exchange.decision = upload.first, FAILED
         with OURS:
@@ -214,7 +214,7 @@ class Proxy:
                 answer = await Replay.begun(answer)
             if isinstance(answer, Replay):
                 answer = await self._recover(exchange, known, scope, pieces, answer)
-            await self._stream(exchange, scope, answer, send)
+            await self._stream(exchange, upload.client, answer, send)
         finally:
             if counting is not None:
                 counting.cancel()
@@ -356,7 +356,7 @@ class Proxy:
             exchange.beside.append((b"x-compaction-usage", b"original" if raised else b"upstream"))
         return edited
 
-    async def _stream(self, exchange: Exchange, scope: Scope, answer: Answer | Replay, send: Send) -> None:
+    async def _stream(self, exchange: Exchange, client: Client | None, answer: Answer | Replay, send: Send) -> None:
         """The answer, chunk by chunk as it comes. One that breaks off never gets a clean end."""
         said = dict(answer.headers)
         kind, coding = said.get(b"content-type", b"").decode("latin-1"), said.get(b"content-encoding", b"").decode("latin-1")
@@ -370,7 +370,7 @@ class Proxy:
             self._explain(exchange)
         headers = source.headers + told(exchange.decision) + exchange.beside if chat else source.headers
         exchange.status, exchange.answering = answer.status, True
-        client, feed = client_of(scope), passing.feed
+        feed = passing.feed
         try:
             whole = source.rest() if client is not None else None
             if whole is not None and client is not None:
