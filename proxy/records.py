@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -79,8 +78,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     trace_id: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(msgspec.Struct, frozen=True, gc=False):
     """Tokens of one request that add up: received − forwarded == sum of saved. gap: tokens that had to be moved for it."""
 
     received: int

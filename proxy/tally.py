@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import add, sub
 from typing import Literal
 
 from prometheus_client import Metric
@@ -22,6 +24,9 @@ Key = tuple[str, ...]
 
 Snapshot = dict[str, dict[Key, list[float]]]
 """Metric → label values → the value; of a histogram, the count of each bucket and then the sum of what was observed."""
+
+FEW = 12
+"""Below this it costs less to look each value's bucket up than to sort them and look up every bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +92,31 @@ class Child:
         self._histogram, self._key, self._buckets = histogram, key, histogram.buckets
         self._counts = histogram.values.get(key)
 
-    def observe(self, value: float, trace_id: str | None = None) -> None:
-        counts = self._counts
-        if counts is None:
-            self._histogram.begin(self._key)
-            counts = self._counts = self._histogram.values[self._key]
-        place = bisect_left(self._buckets, value)
-        counts[place] += 1
+    def observe(self, value: float) -> None:
+        counts = self._begun()
+        counts[bisect_left(self._buckets, value)] += 1
         counts[-1] += value
-        if trace_id is not None:
-            found = self._histogram.exemplars.setdefault(self._key, {})
-            found[place] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+    def observe_all(self, values: Sequence[float]) -> None:
+        """Many at once: in order, how many there are up to each bound is found with as many steps as there are bounds."""
+        if len(values) < FEW:
+            for value in values:
+                self.observe(value)
+            return
+        counts = self._begun()
+        up_to = [*map(bisect_right, repeat(sorted(values)), self._buckets), len(values)]
+        counts[:] = *map(add, counts, map(sub, up_to, (0, *up_to))), sum(values, counts[-1])
+
+    def exemplify(self, value: float, trace_id: str) -> None:
+        """Makes what was observed the newest exemplar of its bucket."""
+        found = self._histogram.exemplars.setdefault(self._key, {})
+        found[bisect_left(self._buckets, value)] = Exemplar({"trace_id": trace_id}, value, time.time())
+
+    def _begun(self) -> list[float]:
+        if self._counts is None:
+            self._histogram.begin(self._key)
+            self._counts = self._histogram.values[self._key]
+        return self._counts
 
 
 class Tally:
