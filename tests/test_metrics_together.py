@@ -49,7 +49,7 @@ KINDS = st.builds(
 )
 PLAIN = st.builds(RequestRecord, model=st.sampled_from(["gpt-4o", "model-1"]), passthrough=st.just("fits"))
 MEASURES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
-    {"received": maybe(TOKENS)},
+    {"received": st.one_of(TOKENS, TOKENS, TOKENS, st.none())},
     optional={
         "forwarded": maybe(TOKENS),
         "duration": SECONDS,
@@ -72,14 +72,11 @@ MEASURES: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 
 @st.composite
 def requests(draw: st.DrawFn) -> list[RequestRecord]:
-    """Requests of a few kinds, in any order; each comes several times, so that there are columns to enter."""
-    kinds = draw(st.lists(PLAIN | KINDS, min_size=1, max_size=6))
-    measures = draw(st.lists(MEASURES, min_size=1, max_size=12))
-    order = draw(st.lists(st.tuples(st.sampled_from(kinds), st.sampled_from(measures)), max_size=150))
-    records = [replace(kind, **measured) for kind, measured in order]
+    """Requests of a few kinds, each several times, so that there are columns to enter."""
+    kinds = draw(st.lists(PLAIN | KINDS, min_size=1, max_size=4))
+    runs = draw(st.lists(st.tuples(st.sampled_from(kinds), MEASURES, st.integers(1, 8)), max_size=24))
     return [
-        record if "forwarded" in measured else replace(record, forwarded=record.received)
-        for record, (_, measured) in zip(records, order, strict=True)
+        replace(kind, **{"forwarded": measured["received"]} | measured) for kind, measured, times in runs for _ in range(times)
     ]
 
 
@@ -173,16 +170,44 @@ def test_a_request_that_waits_is_told_to_whoever_asks() -> None:
     assert metrics.stats()["requests"] == 1
 
 
-def test_a_window_is_the_one_told_last_also_when_names_share_a_label() -> None:
+def test_an_event_gets_its_label_after_the_requests_that_came_before_it() -> None:
     metrics = Metrics()
 
-    metrics.set_window("m", 1_000, 800)
-    metrics.set_window("m", 2_000, 1_600)
-    metrics.set_window("m", 1_000, 800)
-    for name, window in (("a\x00", 100), ("a?", 200), ("a\x00", 100)):
-        metrics.set_window(name, window, 50)
+    for number in range(10):
+        metrics.record(RequestRecord(model=f"model-{number}", duration=1.0))
+    metrics.record(RequestRecord(model="late", duration=1.0, outcome="applied"))
 
-    assert metrics.figures().by("context_window_tokens", "model") == {"m": 1_000, "a?": 100}
+    timed = metrics.figures().by("request_duration_seconds_count", "model")
+    assert timed == {**{f"model-{number}": 1 for number in range(10)}, "other": 1}
+
+
+def test_requests_that_grew_are_told_as_forwarded_unchanged_and_the_gap_is_told() -> None:
+    metrics = Metrics()
+
+    for _ in range(20):
+        metrics.record(RequestRecord(model="m", received=100, forwarded=130))
+
+    figures = metrics.figures()
+    names = ("prompt_tokens_received_total", "prompt_tokens_forwarded_total", "unattributed_prompt_tokens_total")
+    assert [figures.whole(name) for name in names] == [2_000, 2_000, 600]
+
+
+def test_a_window_is_the_one_told_last_also_when_names_share_a_label() -> None:
+    metrics, seen = Metrics(), []
+
+    for name, window in (("m", 1_000), ("m", 2_000), ("m", 1_000), ("a\x00", 100), ("a?", 200), ("a\x00", 100)):
+        metrics.set_window(name, window, window // 2)
+        figures = metrics.figures()
+        seen.append((figures.by("context_window_tokens", "model"), figures.by("budget_tokens", "model")))
+
+    assert seen == [
+        ({"m": 1_000}, {"m": 500}),
+        ({"m": 2_000}, {"m": 1_000}),
+        ({"m": 1_000}, {"m": 500}),
+        ({"m": 1_000, "a?": 100}, {"m": 500, "a?": 50}),
+        ({"m": 1_000, "a?": 200}, {"m": 500, "a?": 100}),
+        ({"m": 1_000, "a?": 100}, {"m": 500, "a?": 50}),
+    ]
 
 
 def test_a_request_of_no_known_endpoint_in_flight_counts_with_the_others() -> None:
