@@ -149,7 +149,6 @@ class Cycle:
         taken = list(pieces) if len(pieces) <= MOST_APART else [b"".join(pieces)]
         pieces.clear()
         self._held, self._end_told = 0, True
-        self._flow.resume_reading()
         return taken
 
     async def receive(self) -> dict[str, Any]:

@@ -280,21 +280,25 @@ def cycles() -> int:
     return sum(isinstance(each, Cycle) for each in gc.get_objects())
 
 
-async def test_no_more_requests_are_taken_in_while_too_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "request_bytes", [GET, b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nA"], ids=["GET", "POST"]
+)
+async def test_no_more_requests_are_taken_in_while_too_many_wait(monkeypatch: pytest.MonkeyPatch, request_bytes: bytes) -> None:
     monkeypatch.setattr(cycle, "LOOK_EVERY", 0.01)
     turns = asyncio.Semaphore(0)
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
+            assert scope["extensions"][CLIENT].whole(0) == ([b"A"] if scope["method"] == "POST" else None)
             await turns.acquire()
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
 
     async with client(answer) as (reader, writer):
         before = cycles()
-        writer.write(GET * 30)
+        writer.write(request_bytes * 30)
         await asyncio.sleep(0.05)
-        writer.write(GET * 100)
+        writer.write(request_bytes * 100)
         await asyncio.sleep(0.05)
         for _ in range(5):
             turns.release()
