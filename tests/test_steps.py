@@ -22,7 +22,7 @@ from proxy.server import running
 ROOMS = str(Path(proxy.__file__).parent)
 
 
-async def calls_a_request(upstream: ScriptedUpstream, body: bytes, times: int = 32) -> float:
+async def calls_a_request(upstream: ScriptedUpstream, body: bytes, times: int = 64) -> float:
     """Of functions of ours, on the event loop, for each of as many requests on one connection once it is warm."""
     application = build_app(Config(upstream=Upstream(url=upstream.url)))
     calls: Counter[CodeType] = Counter()
