@@ -324,6 +324,7 @@ class Connection(asyncio.Protocol):
         if reply.status and not reply.finished:
             reply.finished = True
             reply.reusable = self.parser.should_keep_alive()
+        self.fields = []  # what came behind the head were trailers
 
     # What the caller does
 

@@ -166,7 +166,9 @@ class Proxy:
                 raise ClientError("too many large bodies are under way", status=503, code="busy")
             raise ClientError("the body is too large", status=413, code="body_too_large")
         wish = replace(known.wish, mode="force") if known.wish.mode == "auto" else known.wish
-        exchange.decision = await self._safely(self._deciding(known, upload.first, wish), FAILED)
+        exchange.decision = FAILED
+        with OURS:
+            exchange.decision = await self._deciding(known, upload.first, wish)
         decision = exchange.decision
         decision = exchange.decision = await self._safely(self._compactor.count(decision), decision)
         try:

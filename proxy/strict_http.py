@@ -20,6 +20,8 @@ from proxy.cycle import Cycle
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_FIELDS = 200
+LONGEST_LENGTH = 20
+"""Digits of a content-length that is taken for one more of the same head; a longer one is checked anew."""
 MAX_PIPELINED = 16
 """Requests that may wait behind one another on a connection before we stop reading it. Hardly any client sends two."""
 MOST_PIPELINED = 1_000
@@ -49,7 +51,7 @@ class _Head:
     def is_said_again(self, url: bytes, method: bytes, version: str, fields: Headers) -> bool:
         """Whether another head differs in nothing but the body's length."""
         mine, at = self._fields, self._length_at
-        if at >= 0 and len(fields) > at and fields[at][0] == b"content-length":
+        if at >= 0 and len(fields) > at and fields[at][0] == b"content-length" and len(fields[at][1]) <= LONGEST_LENGTH:
             mine[at] = fields[at]
         return fields == mine and url == self._url and method == self._method and version == self._version
 
@@ -109,6 +111,11 @@ class StrictHttp(HttpToolsProtocol):
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("Invalid HTTP request.")
             return
+        if len(self._fields) > MAX_FIELDS:  # of a head that goes on, or of trailers: they weigh twenty times what they say
+            self._fields.clear()
+            if self._in_head:
+                self.send_400_response("Too many headers.")
+                return
         if self._progress != before:
             self._silent_bytes = 0
         else:
@@ -125,7 +132,6 @@ class StrictHttp(HttpToolsProtocol):
         self._in_head = True
         self._progress += 1
         self.url = b""
-        self._fields.clear()  # what came behind the last request's body were trailers: dropped
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -178,6 +184,7 @@ class StrictHttp(HttpToolsProtocol):
         self.cycle.take(body)
 
     def on_message_complete(self) -> None:
+        self._fields.clear()  # what came behind the head were trailers: dropped
         self.cycle.end_body()
 
     def on_response_complete(self) -> None:

@@ -11,7 +11,7 @@ import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, cast
@@ -43,8 +43,8 @@ class Prepared:
 
     method: bytes
     target: bytes
-    headers: Headers
-    head: bytes
+    headers: Headers = field(repr=False)  # with a credential among them
+    head: bytes = field(repr=False)
 
 
 class Sockets:
@@ -108,6 +108,7 @@ class Sockets:
                     await reply.news()
                 return reply
             except DiedUnanswered:
+                connection.abort()  # with what still uploads on it
                 if idle is None:  # the connection was new
                     raise UpstreamError("the upstream closed the connection without an answer", reason="read") from None
                 idle = None  # once more, on a new one
@@ -210,7 +211,7 @@ def tls_context(ca_file: str | None = None) -> ssl.SSLContext:
 
 def prepare(method: bytes, target: bytes, headers: Headers) -> Prepared:
     """Write a head out. Raises UpstreamError where it would say something else than it should."""
-    fields = [b"%b: %b\r\n" % field for field in headers]
+    fields = [b"%b: %b\r\n" % (name, value) for name, value in headers]
     head = b"%b %b HTTP/1.1\r\n%b" % (method, target, b"".join(fields))
     lines = len(fields) + 1
     if head.count(b"\n") != lines or head.count(b"\r") != lines or b"\0" in head or b" " in target or not target:

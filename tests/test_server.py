@@ -25,6 +25,7 @@ from proxy import cycle, server
 from proxy.arrivals import CLIENT
 from proxy.cycle import Cycle
 from proxy.server import CannotListen, bind, running
+from proxy.strict_http import StrictHttp
 
 pytestmark = pytest.mark.anyio
 
@@ -450,6 +451,44 @@ async def kept_over(requests: list[bytes]) -> list[tuple[bool, Any]]:
             writer.write(request)
             await reader.readuntil(b"no")
     return told
+
+
+async def test_a_length_of_too_many_digits_is_refused_behind_a_head_that_says_the_same(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(FIRST)
+        await reader.readuntil(b"ok")
+        writer.write(FIRST.replace(b"Length: 1", b"Length: " + b"0" * 100_000 + b"1"))
+
+        assert statuses((await until_quiet(reader))[0]) == ["400"]
+    assert len(app.seen) == 1
+
+
+MANY_FIELDS = b"a: \r\n" * 1_000
+
+
+async def test_a_head_of_too_many_fields_is_refused_before_it_ends(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + MANY_FIELDS)
+
+        assert statuses((await until_quiet(reader, 1.0))[0]) == ["400"]
+
+
+async def test_trailers_are_kept_neither_while_they_come_nor_behind_the_request(app: Recorder) -> None:
+    begun = b"POST /a HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nA\r\n0\r\n"
+
+    async with client(app) as (reader, writer):
+        writer.write(begun + MANY_FIELDS)
+        await asyncio.sleep(0.05)
+        assert fields_held() <= 200
+        writer.write(b"b: \r\n" * 10 + b"\r\n")
+        await reader.readuntil(b"ok")
+        assert fields_held() == 0
+
+
+def fields_held() -> int:
+    """By the connections that there are."""
+    gc.collect()
+    return sum(len(one._fields) for one in gc.get_objects() if isinstance(one, StrictHttp) and one.parser is not None)
 
 
 async def test_a_head_that_is_refused_is_refused_behind_one_that_was_not(app: Recorder) -> None:

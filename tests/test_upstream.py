@@ -228,6 +228,36 @@ def test_what_would_break_the_head_cannot_be_prepared(transport: Any, target: by
     assert caught.value.reason == "protocol"
 
 
+def test_what_is_prepared_shows_no_credential() -> None:
+    prepared = Upstream("http://host").prepare(b"POST", b"/v1/x", [(b"authorization", b"Bearer hidden")])
+
+    assert b"hidden" in prepared.head
+    assert "hidden" not in repr(prepared)
+
+
+@pytest.mark.anyio
+async def test_an_upload_ends_when_its_connection_dies_unanswered() -> None:
+    ended = asyncio.Event()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        try:
+            yield b"begun"
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def dying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"begun")
+        writer.close()
+
+    async with await asyncio.start_server(dying, "127.0.0.1", 0) as server:
+        upstream = Upstream(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        with pytest.raises(UpstreamError):
+            await upstream.forward(b"POST", b"/v1/files", [], pieces())
+        await asyncio.wait_for(ended.wait(), 5)
+        await upstream.aclose()
+
+
 WHOLE_ANSWERS = {
     "its length": b"Content-Length: 2\r\n\r\nok",
     "no bytes": b"Content-Length: 0\r\n\r\n",
