@@ -143,6 +143,16 @@ def _cut_results(conversation: Conversation, budget: Budget, live_output: bool) 
     return conversation.with_messages(messages)
 
 
+def _cut_results_further(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
+    """Results of one batch may cost more together than each alone: into less and less room, until it fits."""
+    made = conversation
+    for share in (0.75, 0.5, 0.25, 0):
+        made = _cut_results(conversation, replace(budget, usable=int(share * budget.usable)), live_output)
+        if budget.ruler.total(made.messages) <= budget.usable:
+            break
+    return made
+
+
 def _shortest(message: Message, cap: int, ruler: Ruler) -> Message:
     shorter = capped(message, cap, ruler) if cap >= _LEAST else message
     if ruler.message(shorter) <= cap:
@@ -216,7 +226,14 @@ def _each(conversation: Conversation, change: Callable[[int, Message], Message])
     return conversation.with_messages(messages)
 
 
-_LIVE: tuple[Stage, ...] = (_cut_results, _cut_all_arguments, _without_reasoning, _without_media, _cut_words)
+_LIVE: tuple[Stage, ...] = (
+    _cut_results,
+    _cut_all_arguments,
+    _without_reasoning,
+    _without_media,
+    _cut_words,
+    _cut_results_further,
+)
 _STAGES: tuple[Stage, ...] = (
     _without_old_media,
     _fold_some,
