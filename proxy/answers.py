@@ -188,41 +188,36 @@ def fed(tap: UsageTap, chunk: bytes) -> UsageTap | None:
 class Passing:
     """An answer as it goes by: read by the tap, and how it ends so far is known. tap: None where nobody reads it."""
 
-    __slots__ = ("_put", "_tap", "feed", "last")
+    __slots__ = ("_feed", "_tap", "last")
 
     def __init__(self, tap: UsageTap | None, coding: str) -> None:
         self._tap = tap
         # of what is not compressed the tap keeps the pieces and does no more: nothing there can fail
-        self.feed: Callable[[bytes], object] = _unread if tap is None else self._guarded if coding else tap.feed
-        self._put: Sink = _full
+        self._feed: Callable[[bytes], None] = self._guarded if tap is None or coding else tap.feed
         self.last = b"\n\n"
 
     def _guarded(self, chunk: bytes) -> None:
         if self._tap is not None:
             self._tap = fed(self._tap, chunk)
 
-    def _pass_on(self, chunk: bytes) -> bool:
-        self.feed(chunk)
+    def see(self, chunk: bytes) -> None:
+        """The next piece."""
+        self._feed(chunk)
         self.last = chunk
-        return self._put(chunk)
 
     async def poured(self, source: Answer | Replay | Edited, client: Client) -> bool:
         """Whether the rest of an answer went to the client as it came, without waking us for each piece; else it is yet to be
         fetched. Raises UpstreamError."""
-        self._put = client.put
-        while (rest := source.pour(self._pass_on)) is not None:
+
+        def pass_on(chunk: bytes) -> bool:
+            self.see(chunk)
+            return client.put(chunk)
+
+        while (rest := source.pour(pass_on)) is not None:
             if await rest:
                 return True
             await client.drain()
         return False
-
-
-def _unread(_: bytes) -> None:
-    """What becomes of an answer that no tap reads."""
-
-
-def _full(_: bytes) -> bool:
-    return False
 
 
 def _has_event(pieces: list[bytes]) -> bool:

@@ -68,11 +68,8 @@ def client_of(scope: Scope) -> Client | None:
 
 def notes_of(scope: Scope) -> Notes:
     """Those of the client's connection; under a server that is not ours, of this request alone."""
-    try:
-        notes: Notes = scope["extensions"][CLIENT].notes
-    except (KeyError, TypeError):
-        return {}
-    return notes
+    client = client_of(scope)
+    return {} if client is None else client.notes
 
 
 def header(headers: Headers, name: bytes) -> str:
@@ -158,11 +155,14 @@ class Upload:
         watched = self._watched
         if watched is not None:
             watched.when_left(None)
-        self._held.bytes -= self.size
-        self.size = 0
+        self._let_go()
         if self._gone and watched is not None and watched.task is not None and isinstance(error, asyncio.CancelledError):
             watched.task.uncancel()
             raise ClientGone from None
+
+    def _let_go(self) -> None:
+        self._held.bytes -= self.size
+        self.size = 0
 
     @property
     def body(self) -> Body:
@@ -179,8 +179,7 @@ class Upload:
         for piece in self.first:
             yield piece
         self.first = ()
-        self._held.bytes -= self.size  # from here on it only passes through
-        self.size = 0
+        self._let_go()  # from here on it only passes through
         while not self.whole:
             try:
                 piece = self._piece(await self._receive())

@@ -28,7 +28,7 @@ from proxy.learned import Learned
 from proxy.overflow import Overflow
 from proxy.summarizers.background import Background
 from proxy.threads import Threads
-from proxy.tokens.calibration import WIDEST_MARGIN, cold
+from proxy.tokens.calibration import WIDEST_MARGIN
 from proxy.tokens.chat import ChatRuler
 from proxy.walk import Marks, Policy
 from proxy.windows import Budget, Window, Windows, budget, requested_model
@@ -46,8 +46,6 @@ WORST_SLOPE = 2
 """Bound on how many tokens an upstream counts where we count one."""
 MOST_LIMITS = 1024
 """Combinations of windows and wishes whose limits are kept; clients choose the wishes."""
-MOST_AIMS = 8
-"""Margins whose limits are at hand for the fields of a request."""
 RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
@@ -137,14 +135,15 @@ class Compactor:
             basis = request.fields.note = self._basis(request, asked, model, window)
         if not request.media and size + MESSAGE_OVERHEAD * len(messages) <= basis.room:
             known, margin = self.learned.measure(basis.plain, basis.keys[False], messages)
-            aim = basis.aims.get(margin) or self._aim(basis, request, margin)
+            aim = self._limit(window, request, caller.narrowed_to, margin)
             # what is not known is counted while the upstream thinks
             return Decision(
                 "none", "fits", None, request, model, window, aim, known, known, seconds=seconds, caller=caller, basis=basis
             )
-        ruler = self.learned.calibrated(basis.plain, basis.keys[request.media], messages)
+        key = basis.keys[request.media]
+        ruler = self.learned.calibrated(basis.plain, key, messages)
         aim = self._budget(window, request, ruler, caller.narrowed_to)
-        steady = self._budget(window, request, basis.plain.calibrated(cold(basis.keys[request.media].model)), caller.narrowed_to)
+        steady = self._budget(window, request, self.learned.steady(basis.plain, key), caller.narrowed_to)
         measured = Measured(request, model, window, ruler, aim, steady, caller)
         with sealing(self._seal(caller)):
             decision = await self._judge(measured, mode)
@@ -227,7 +226,7 @@ class Compactor:
         most = min(least.trigger, self._events.earliest(least, mode)) // WORST_SLOPE
         room = -1 if mode == "force" else most - RENDERING * sum(map(len, request.fields.values()))
         plain, keys = self.learned.plain_ruler(request, model, window), self.learned.keys(request, model)
-        return Basis(asked, model, window, plain, keys, room, {})
+        return Basis(asked, model, window, plain, keys, room)
 
     def _ruler(self, decision: Decision, request: Request) -> ChatRuler:
         """Counts as answers have calibrated it by now."""
@@ -235,13 +234,6 @@ class Compactor:
         if basis is None:
             return self.learned.ruler(request, model, decision.window)
         return self.learned.calibrated(basis.plain, basis.keys[request.media], request.conversation.messages)
-
-    def _aim(self, basis: Basis, request: Request, margin: float) -> Budget:
-        """Its budget's figures, kept at hand; whose ruler it has is of no account."""
-        if len(basis.aims) >= MOST_AIMS:
-            basis.aims.clear()
-        aim = basis.aims[margin] = self._limit(basis.window, request, basis.asked[2], margin)
-        return aim
 
     def _budget(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None) -> Budget:
         return self._limit(window, request, narrowed_to, ruler.calibration.margin).by(ruler)

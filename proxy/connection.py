@@ -278,7 +278,6 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self.reply.finished:  # a second answer to one request
             raise _Refused
-        self.fields = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.fields.append((name.lower(), value))

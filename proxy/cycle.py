@@ -53,14 +53,18 @@ class Cycle:
         loop: asyncio.AbstractEventLoop,
         on_response: Callable[[], None],
         sent: Awaitable[None],
+        *,
+        expect_100_continue: bool,
+        keep_alive: bool,
     ) -> None:
         """sent: done; what `send` gives to wait for where there is nothing to wait for."""
         self.scope, self.notes = scope, notes
         self._transport, self._flow, self._loop = transport, flow, loop
         self._on_response, self._sent = on_response, sent
         scope["extensions"] = {CLIENT: self}
-        self.keep_alive = self.more_body = True
-        self.waiting_for_100_continue = self.disconnected = self.response_started = self.response_complete = False
+        self.keep_alive, self.waiting_for_100_continue = keep_alive, expect_100_continue
+        self.more_body = True
+        self.disconnected = self.response_started = self.response_complete = False
         self.task: asyncio.Task[None] | None = None
         self.body_timeout: float | None = None
         self._pieces: deque[bytes] = deque()
@@ -229,7 +233,7 @@ class Cycle:
     def send(self, message: MutableMapping[str, Any]) -> Awaitable[None]:
         """Takes an ASGI message, at once where the client's socket is not full."""
         if self._flow.write_paused:
-            return self._send_later(message)
+            return self._once_there_is_room(self.send, message)
         if not self.disconnected:
             kind = message["type"]
             if kind == "http.response.body" and self.response_started:
@@ -241,22 +245,18 @@ class Cycle:
                 raise RuntimeError(f"unexpected ASGI message {kind!r}")
         return self._sent
 
-    async def _send_later(self, message: MutableMapping[str, Any]) -> None:
-        await self.drain()
-        await self.send(message)
-
     def answer(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> Awaitable[None]:
         """Sends a whole answer, at once where the client's socket is not full."""
         if self._flow.write_paused:
-            return self._answer_later(status, headers, body)
+            return self._once_there_is_room(self.answer, status, headers, body)
         if not self.disconnected:
             self._start(status, headers, waits=False)
             self._send_body(body, more=False)
         return self._sent
 
-    async def _answer_later(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+    async def _once_there_is_room(self, sends: Callable[..., Awaitable[None]], *what: Any) -> None:
         await self.drain()
-        await self.answer(status, headers, body)
+        await sends(*what)
 
     def put(self, piece: bytes) -> bool:
         """What `send` does with a piece of the body that is not the last, at once; whether the socket takes more."""

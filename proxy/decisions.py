@@ -71,7 +71,7 @@ class Basis(msgspec.Struct, frozen=True):
 
     asked: (path, mode, narrowed_to) that it holds for; it holds no longer when `window` is not the model's any more. plain: the
     ruler as no answer has calibrated it. keys: of its calibration, without media and with any. room: bytes of a body, with what
-    its messages add, that plainly fit; none do below 0. aims: its budget's figures by the margin that the calibration asks for.
+    its messages add, that plainly fit; none do below 0.
     """
 
     asked: tuple[str, Mode, int | None]
@@ -80,7 +80,6 @@ class Basis(msgspec.Struct, frozen=True):
     plain: ChatRuler
     keys: tuple[Key, Key]
     room: int
-    aims: dict[float, Budget]
 
 
 # Structs, because one is made for every request, and a frozen dataclass of so many fields takes five times as long to make

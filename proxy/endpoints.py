@@ -104,12 +104,12 @@ class Proxy:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
             return _nothing()
-        notes = notes_of(scope)
-        known: Asked | None = notes.get(self)
-        return self._serve(Exchange(endpoint_of(scope) if known is None else known.endpoint), notes, scope, receive, send)
+        return self._serve(notes_of(scope), scope, receive, send)
 
-    async def _serve(self, exchange: Exchange, notes: Notes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, notes: Notes, scope: Scope, receive: Receive, send: Send) -> None:
         """One request, however it ends: answered, refused, broken off or left by its client."""
+        known: Asked | None = notes.get(self)
+        exchange = Exchange(endpoint_of(scope) if known is None else known.endpoint)
         with self._metrics.inflight(exchange.endpoint):
             if self._tracing is not None and exchange.endpoint == CHAT:
                 with OURS:
@@ -117,7 +117,6 @@ class Proxy:
             try:
                 with OURS:
                     try:
-                        known: Asked | None = notes.get(self)
                         if known is None:
                             known = notes[self] = asked(scope, exchange.endpoint, self._client_keys, self._upstream)
                         with Upload(scope, receive, self._body_timeout, self._held) as upload:
@@ -166,10 +165,7 @@ class Proxy:
                 raise ClientError("too many large bodies are under way", status=503, code="busy")
             raise ClientError("the body is too large", status=413, code="body_too_large")
         wish = replace(known.wish, mode="force") if known.wish.mode == "auto" else known.wish
-        exchange.decision = FAILED
-        with OURS:
-            exchange.decision = await self._deciding(known, upload.first, wish)
-        decision = exchange.decision
+        decision = await self._decide(known, upload.first, wish)
         decision = exchange.decision = await self._safely(self._compactor.count(decision), decision)
         try:
             answer = compact_answer(decision, self._as_forwarded(decision, upload.first, known.coding))
@@ -194,9 +190,8 @@ class Proxy:
             exchange.decision = Decision("none", "too_large")
             await self._relay(exchange, known, scope, upload, send)
             return
-        pieces, exchange.decision = upload.first, FAILED
-        with OURS:
-            exchange.decision = await self._deciding(known, pieces, known.wish)
+        pieces = upload.first
+        exchange.decision = await self._decide(known, pieces, known.wish)
         counting: asyncio.Task[Decision] | None = None
         if exchange.decision.before is None and exchange.decision.request is not None:
             # what is forwarded without a count is counted while the upstream thinks
@@ -223,9 +218,10 @@ class Proxy:
             if answer is not None:
                 answer.close()
 
-    def _deciding(self, known: Asked, pieces: Sequence[bytes], wish: Wish) -> Awaitable[Decision]:
-        body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return self._compactor.decide(body, known.path, wish, known.coding, known.caller)
+    async def _decide(self, known: Asked, pieces: Sequence[bytes], wish: Wish) -> Decision:
+        with OURS:
+            return await self._compactor.decide(b"".join(pieces), known.path, wish, known.coding, known.caller)
+        return FAILED
 
     async def _safely(self, work: Awaitable[T], otherwise: T) -> T:
         """Our own part of a request, and what it comes to when it fails."""
@@ -372,12 +368,10 @@ class Proxy:
             self._explain(exchange)
         headers = source.headers + told(exchange.decision) + exchange.beside if chat else source.headers
         exchange.status, exchange.answering = answer.status, True
-        feed = passing.feed
         try:
-            whole = source.rest() if client is not None else None
-            if whole is not None and client is not None:
+            if client is not None and (whole := source.rest()) is not None:
                 exchange.first_chunk_at = perf_counter()
-                feed(whole)
+                passing.see(whole)
                 await client.answer(answer.status, headers, whole)
                 return
             # waits: a hint to our own server, which ASGI leaves room for
@@ -387,8 +381,7 @@ class Proxy:
             while chunk := await source.next():
                 if exchange.first_chunk_at is None:
                     exchange.first_chunk_at = perf_counter()
-                feed(chunk)
-                passing.last = chunk
+                passing.see(chunk)
                 ended = source.ended
                 await send({"type": "http.response.body", "body": chunk, "more_body": not ended})
                 if ended:
@@ -419,8 +412,7 @@ class Proxy:
                 exchange.beside.append((b"x-compaction-id", id.encode()))
 
     def _record(self, exchange: Exchange) -> None:
-        if self._explainer is not None:
-            self._explain(exchange)
+        self._explain(exchange)
         decision = exchange.decision
         if exchange.endpoint == CHAT and exchange.status < 300:
             self._compactor.answered(decision, exchange.usage)

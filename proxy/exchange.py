@@ -28,7 +28,7 @@ NOT_CHAT = Decision("none", "not_chat")
 log = structlog.get_logger("proxy")
 
 
-# A Struct, because one is made for every request, and a class of our own takes six times as long to make
+# A Struct, because one is made for every request, and a class of our own takes longer to make
 class Exchange(msgspec.Struct):
     """What one request has come to so far: the facts that its record is made of.
 

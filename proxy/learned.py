@@ -39,7 +39,11 @@ class Learned:
     def steady_ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
         """Counts by the model's name alone: for deciding when an event is due and what it keeps, which must come out the
         same in every process, whatever answers it has seen."""
-        return self.plain_ruler(request, model, window).calibrated(cold(tokens.bare_name(model)))
+        return self.steady(self.plain_ruler(request, model, window), self.keys(request, model)[request.media])
+
+    def steady(self, plain: ChatRuler, key: Key) -> ChatRuler:
+        """The same for a request of which `plain_ruler` and `keys` are at hand."""
+        return plain.calibrated(cold(key.model))
 
     def plain_ruler(self, request: Request, model: str, window: Window | None) -> ChatRuler:
         """Counts as the model's rules say, without any calibration."""

@@ -144,8 +144,17 @@ class StrictHttp(HttpToolsProtocol):
         scope["headers"] = headers
         scope["state"] = self.app_state.copy()
         before = self.cycle
-        cycle = self.cycle = Cycle(scope, head.notes, self.transport, self.flow, self.loop, self.on_response_complete, self._sent)
-        cycle.keep_alive, cycle.waiting_for_100_continue = head.keep_alive, head.continues
+        cycle = self.cycle = Cycle(
+            scope,
+            head.notes,
+            self.transport,
+            self.flow,
+            self.loop,
+            self.on_response_complete,
+            self._sent,
+            expect_100_continue=head.continues,
+            keep_alive=head.keep_alive,
+        )
         if before is None or before.response_complete:
             self._start_asgi_task(cycle, self.app)
             return
