@@ -39,13 +39,23 @@ class Emergency:
         return self.rescue(conversation, budget, newest_is_observation(conversation))
 
     def rescue(self, conversation: Conversation, budget: Budget, newest_is_output: bool) -> Conversation:
-        """What `apply` does. newest_is_output: of the conversation as it came; with the history folded nobody can tell."""
+        """The first of the `ways` that fits, else the smallest."""
+        tried: list[tuple[int, Conversation]] = []
+        for made in self.ways(conversation, budget, newest_is_output):
+            size = budget.ruler.total(made.messages)
+            if size <= budget.usable:
+                return made
+            tried.append((size, made))
+        return min(tried, key=lambda way: way[0])[1]
+
+    def ways(self, conversation: Conversation, budget: Budget, newest_is_output: bool) -> Iterator[Conversation]:
+        """What can be made of it, the gentlest first; the last is as small as it gets. Whoever asks takes the first that does.
+
+        newest_is_output: of the conversation as it came; with the history folded nobody can tell.
+        """
+        yield _through(_STAGES, conversation, budget, newest_is_output)
         # Folding is gentle, but where there is hardly any room the summary itself may be too much: then without one.
-        gentle = _through(_STAGES, conversation, budget, newest_is_output)
-        if budget.ruler.total(gentle.messages) <= budget.usable:
-            return gentle
-        bare = _through((_drop_history, *_LIVE), conversation, budget, newest_is_output)
-        return min(gentle, bare, key=lambda made: budget.ruler.total(made.messages))
+        yield _through((_drop_history, *_LIVE), conversation, budget, newest_is_output)
 
 
 def _through(stages: Sequence[Stage], conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
@@ -133,6 +143,16 @@ def _cut_results(conversation: Conversation, budget: Budget, live_output: bool) 
     return conversation.with_messages(messages)
 
 
+def _cut_results_further(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
+    """Results of one batch may cost more together than each alone: into less and less room, until it fits."""
+    made = conversation
+    for share in (0.75, 0.5, 0.25, 0):
+        made = _cut_results(conversation, replace(budget, usable=int(share * budget.usable)), live_output)
+        if budget.ruler.total(made.messages) <= budget.usable:
+            break
+    return made
+
+
 def _shortest(message: Message, cap: int, ruler: Ruler) -> Message:
     shorter = capped(message, cap, ruler) if cap >= _LEAST else message
     if ruler.message(shorter) <= cap:
@@ -206,7 +226,14 @@ def _each(conversation: Conversation, change: Callable[[int, Message], Message])
     return conversation.with_messages(messages)
 
 
-_LIVE: tuple[Stage, ...] = (_cut_results, _cut_all_arguments, _without_reasoning, _without_media, _cut_words)
+_LIVE: tuple[Stage, ...] = (
+    _cut_results,
+    _cut_all_arguments,
+    _without_reasoning,
+    _without_media,
+    _cut_words,
+    _cut_results_further,
+)
 _STAGES: tuple[Stage, ...] = (
     _without_old_media,
     _fold_some,

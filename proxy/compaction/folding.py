@@ -15,6 +15,8 @@ Write = Callable[[Sequence[Step]], Sequence[Message]]
 
 BEFORE, AFTER = "(The earlier conversation follows, shortened.)", "(Go on.)"
 """What stands on the other side of a summary in the assistant's role, where a template wants user and assistant to take turns."""
+DONE = "(Done.)"
+"""What the assistant says between two user messages whose answer is folded."""
 
 
 def fold(conversation: Conversation, old: Sequence[int], write: Write) -> Conversation:
@@ -110,22 +112,74 @@ def in_turns(conversation: Conversation) -> Conversation:
     """
     messages = list(conversation.messages)
     for message in [message for message in messages if summary.is_summary(message)]:
-        at = next(i for i, other in enumerate(messages) if other is message)
-        before = next((role for role in map(_visible, reversed(messages[:at])) if role), None)
-        after = next((role for role in map(_visible, messages[at + 1 :]) if role), None)
+        at, before = _place(messages, message)
+        after = next((role for role in map(speaker, messages[at + 1 :]) if role), None)
         messages[at : at + 1] = _turned(message, before, after)
     return conversation.with_messages(messages)
 
 
+def moved_to_gaps(conversation: Conversation) -> Conversation:
+    """The conversation with its summaries where the answer stood that they fold: between the next two user messages that are
+    neighbors, as `in_turns` wants them.
+
+    Only for one that took turns as it came: what stands before such a gap then still ends with the assistant, and whatever
+    follows on it later may follow on the summary.
+    """
+    messages = list(conversation.messages)
+    for message in [message for message in messages if summary.is_summary(message)]:
+        at, before = _place(messages, message)
+        if before != "user" and (gap := _gap(messages, at + 1)) is not None:
+            messages[at:gap] = [*messages[at + 1 : gap], message]
+    return conversation.with_messages(messages)
+
+
+def gaps_closed(conversation: Conversation) -> Conversation:
+    """The conversation with a line of ours wherever user or assistant would speak twice in a row, calls and results left out of
+    account: for one that took turns before some of it was folded."""
+    messages: list[Message] = []
+    last: str | None = None
+    for message in conversation.messages:
+        role = speaker(message)
+        if role is not None:
+            if role == last:
+                messages.append(said("assistant", DONE) if role == "user" else said("user", AFTER))
+            elif last is None and role == "assistant":
+                messages.append(said("user", BEFORE))
+            last = role
+        messages.append(message)
+    return conversation.with_messages(messages)
+
+
+def _gap(messages: Sequence[Message], start: int) -> int | None:
+    """Index of the first user message after `start` that speaks right after another one from `start` on."""
+    last: str | None = None
+    for i in range(start, len(messages)):
+        role = speaker(messages[i])
+        if role == "user" == last:
+            return i
+        last = role or last
+    return None
+
+
+def _place(messages: Sequence[Message], message: Message) -> tuple[int, str | None]:
+    """Index of this very message, and who speaks before it."""
+    at = next(i for i, other in enumerate(messages) if other is message)
+    return at, next((role for role in map(speaker, reversed(messages[:at])) if role), None)
+
+
 def _turned(message: Message, before: str | None, after: str | None) -> list[Message]:
     if before == "user":
-        mine = message if message.role == "assistant" else replace(message, role="assistant")
+        mine = _by("assistant", message)
         return [mine] if after != "assistant" else [mine, said("user", AFTER)]
     if after != "user":
-        return [message if message.role == "user" else replace(message, role="user")]
-    return [said("user", BEFORE), message if message.role == "assistant" else replace(message, role="assistant")]
+        return [_by("user", message)]
+    return [said("user", BEFORE), _by("assistant", message)]
 
 
-def _visible(message: Message) -> str | None:
+def _by(role: str, message: Message) -> Message:
+    return message if message.role == role else replace(message, role=role)
+
+
+def speaker(message: Message) -> str | None:
     """The role that counts for turns, if any."""
     return message.role if message.role in ("user", "assistant") and not message.calls else None

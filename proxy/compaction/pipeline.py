@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport, Stop, summary
@@ -13,7 +14,7 @@ from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.collapse import repair as mend
 from proxy.compaction.emergency import Emergency, floor
-from proxy.compaction.folding import in_turns
+from proxy.compaction.folding import gaps_closed, in_turns, moved_to_gaps
 from proxy.compaction.merging import Auto, Digested, MergedTurns
 from proxy.compaction.outputs import newest_is_observation
 from proxy.compaction.snip import Snip
@@ -206,7 +207,6 @@ class _Event:
         self._folded_already = _is_folded(conversation)
         self._rules, self._repair, self._hard = rules, repair, hard
         self._needles: tuple[Needle, ...] | None = None
-        self._violations: Counter[str] | None = None
         self._checking = 0.0
 
     def run(self, pipeline: Sequence[Layer], stop: Stop) -> CompactionResult:
@@ -249,16 +249,29 @@ class _Event:
         """What the layer makes of it. room: tokens, in place of those that it aims at."""
         budget = self._budget
         if isinstance(layer, Emergency):
-            budget = budget if room is None else replace(budget, usable=room)
-            live = newest_is_observation(self._came)
-            made = layer.rescue(begin, budget, live)
-            if budget.ruler.total(made.messages) > budget.usable:
-                # What milder layers have written may itself be in the way: from what came, the floor can be reached.
-                other = layer.rescue(self._came, budget, live)
-                made = min(made, other, key=lambda c: budget.ruler.total(c.messages))
-        else:
-            made = layer.apply(begin, budget if room is None else replace(budget, target=room))
-        return self._turned(made)
+            return self._rescued(layer, begin, budget if room is None else replace(budget, usable=room))
+        made = layer.apply(begin, budget if room is None else replace(budget, target=room))
+        return self._turned(made, folded=starts_over(layer))
+
+    def _rescued(self, layer: Emergency, begin: Conversation, budget: Budget) -> Conversation:
+        """The gentlest way out that fits as it would be sent and that no rule forbids, else the smallest that none forbids.
+
+        What milder layers have written may itself be in the way: from what came, the floor can be reached. And where a fold
+        cannot be had, because the template wants turns that it breaks, the request still fits with the history dropped.
+        """
+        live = newest_is_observation(self._came)
+        sources = (begin,) if begin is self._came else (begin, self._came)
+        allowed: list[tuple[int, Conversation]] = []
+        refused: Conversation | None = None
+        for made in (self._turned(way, folded=True) for source in sources for way in layer.ways(source, budget, live)):
+            size = budget.ruler.total(made.messages)
+            if self._broken(made, layer) is not None or self._is_longer(made):
+                refused = refused or made
+            elif size <= budget.usable:
+                return made
+            else:
+                allowed.append((size, made))
+        return min(allowed, key=lambda way: way[0])[1] if allowed else refused or begin
 
     def _not_worth_it(self, layer: Layer, tokens: int) -> bool:
         """The harshest layers do not run for the last few tokens."""
@@ -297,7 +310,7 @@ class _Event:
         rule = self._broken(made, layer)
         if rule is not None:
             return _noted(state, layer, refused="structure", skipped=rule)
-        if size_of(made) > size_of(self._came):
+        if self._is_longer(made):
             return _noted(state, layer, refused="size", skipped="bytes")
         last_resort = is_last_resort(layer)
         if self._needles is None:
@@ -349,18 +362,34 @@ class _Event:
             quotes = quotes[: len(quotes) // 2]
         return made, tokens, lost, frozenset()
 
-    def _turned(self, made: Conversation) -> Conversation:
-        """With user and assistant taking turns, where the upstream's template wants that."""
-        return in_turns(made) if self._rules.alternate and made is not self._came else made
+    def _turned(self, made: Conversation, *, folded: bool = False) -> Conversation:
+        """With user and assistant taking turns, where the upstream's template wants that.
+
+        folded: turns were taken out, and what would break the turns that there were gets a line of ours. A layer that has no
+        business to take any out is refused instead.
+        """
+        if not self._rules.alternate or made is self._came:
+            return made
+        if self._broken_as_it_came["alternation"]:
+            return in_turns(made)
+        turned = in_turns(moved_to_gaps(made))
+        return gaps_closed(turned) if folded else turned
 
     def _mend(self, made: Conversation, quotes: Sequence[str]) -> Conversation:
         return self._turned(self._repair(made, quotes, self._budget))
 
     def _broken(self, made: Conversation, layer: Layer) -> str | None:
-        if self._violations is None:
-            self._violations = violations(self._came, self._rules)
         may_change = is_last_resort(layer) or self._heavy
-        return broken(self._came, made, self._rules, live_turn_may_change=may_change, known=self._violations)
+        return broken(self._came, made, self._rules, live_turn_may_change=may_change, known=self._broken_as_it_came)
+
+    def _is_longer(self, made: Conversation) -> bool:
+        """It takes more bytes than what came, however few tokens."""
+        return size_of(made) > size_of(self._came)
+
+    @cached_property
+    def _broken_as_it_came(self) -> Counter[str]:
+        """How often each rule was broken before anything was done."""
+        return violations(self._came, self._rules)
 
     def _superseded(self, reports: Sequence[LayerReport], begin: Conversation) -> tuple[LayerReport, ...]:
         """The reports of layers whose work was put aside by one that starts over: only what took out redundancy still counts."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from proxy.compaction.folding import speaker
 from proxy.compaction.outputs import Output, outputs, with_text
 from proxy.conversation import Conversation, Message, Opaque, Step, Text, ToolCall
 from proxy.tokens import Ruler
@@ -148,13 +149,24 @@ def _without_reasoning(message: Message, needed: set[str]) -> Message:
 
 
 def _without_empty_turns(conversation: Conversation) -> Conversation:
-    """No assistant messages that say nothing, where taking them out does not bring two messages of one role together."""
+    """No assistant messages that say nothing, where taking them out does not bring two messages of one role together.
+
+    Nor where only calls and results would stand between two user messages: to many templates these are no turn.
+    """
     steps = conversation.steps
     kept: list[Message] = list(conversation.preamble)
+    last: str | None = None
     for number, step in enumerate(steps):
-        if number in conversation.protected or not _is_empty(step) or not _may_go(steps, number):
-            kept.extend(step.messages)
+        may_go = number not in conversation.protected and _is_empty(step) and _may_go(steps, number)
+        if may_go and not (last == "user" == _next_speaker(steps, number)):
+            continue
+        kept.extend(step.messages)
+        last = speaker(step.head) or last
     return conversation.with_messages(kept)
+
+
+def _next_speaker(steps: Sequence[Step], number: int) -> str | None:
+    return next((role for i in range(number + 1, len(steps)) if (role := speaker(steps[i].head)) is not None), None)
 
 
 def _is_empty(step: Step) -> bool:

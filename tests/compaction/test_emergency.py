@@ -198,3 +198,17 @@ def test_something_that_is_said_stays_beside_a_late_instruction(talk: Talk, room
     assert made.tokens_after <= 90
     assert [message.role for message in made.conversation.messages][-1] == "system"
     assert any(not message.is_instruction for message in made.conversation.messages)
+
+
+def test_results_of_a_batch_that_cost_more_together_than_alone_are_cut_until_they_fit(talk: Talk, room: Room) -> None:
+    rows = "[" + ", ".join(f'{{"id": {i}, "state": "ok", "value": {i}.5}}' for i in range(22)) + "]"
+    calls = [call(name, "search", path="app/a.py") for name in "abc"]
+    conversation = talk([assistant(None, *calls), tool("a", rows), tool("b", "[]"), tool("c", "")])
+    budget = room(room(1).ruler.total(conversation.messages) - 15)
+
+    made = Emergency().apply(conversation, budget)
+
+    assert budget.ruler.total(made.messages) <= budget.usable
+    assert made.messages[1].text.startswith('[{"id":0,"state":"ok","value":0.5}')
+    assert len(made.messages[1].text) > 200
+    assert made.messages[2:] == conversation.messages[2:]

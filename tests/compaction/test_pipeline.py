@@ -9,6 +9,8 @@ import pytest
 from builders import agent_session, assistant, call, prose, tool, user
 
 from proxy.compaction import CompactionResult, Layer, compact
+from proxy.compaction.emergency import Emergency
+from proxy.compaction.merging import MergedTurns
 from proxy.compaction.microcompact import Microcompact
 from proxy.compaction.pipeline import Admitted
 from proxy.compaction.snip import Snip
@@ -153,6 +155,61 @@ def test_two_user_messages_in_a_row_are_refused_where_the_template_wants_turns(t
 
     assert (strict.reports[0].refused, strict.reports[0].skipped) == ("structure", "alternation")
     assert lenient.reports[0].refused is None
+
+
+@pytest.mark.parametrize("layers", [LADDER, (Emergency(),)], ids=["ladder", "last resort"])
+def test_a_reply_after_the_task_can_be_folded_where_calls_came_before_it(talk: Talk, room: Room, layers: Sequence[Layer]) -> None:
+    rows = "[" + ", ".join(f'{{"id": {i}, "state": "ok", "value": {i}.5}}' for i in range(8)) + "]"
+    conversation = talk(
+        [assistant(None, call("a", "read_file", path="app/a.py")), tool("a", ""), user(""), assistant(rows), user("")]
+    )
+    tokens = room(1).ruler.total(conversation.messages)
+
+    result = run(conversation, room(tokens - 4, target=tokens // 2), *layers, rules=Rules(alternate=True))
+
+    assert [message.role for message in result.conversation.messages] == ["user", "assistant", "user"]
+    assert result.tokens_after <= tokens // 2
+    assert all(report.refused is None for report in result.reports)
+
+
+@pytest.mark.parametrize("usable", [30, 60, 92, 100, 120])
+def test_the_last_resort_fits_with_the_lines_that_keep_the_turns(talk: Talk, room: Room, usable: int) -> None:
+    conversation = talk([user("Go. " + prose(400)), assistant(prose(400)), user("So?")])
+
+    result = run(conversation, room(usable), Emergency(), rules=Rules(alternate=True))
+
+    assert result.tokens_after <= usable
+    assert [message.role for message in result.conversation.messages] in (["user"], ["user", "assistant", "user"])
+    assert result.reports[-1].refused is None
+
+
+def test_the_last_resort_drops_the_history_where_a_summary_of_it_is_longer_than_it_was(talk: Talk, room: Room) -> None:
+    line = "The loader reads each line, and splits it into fields."
+    calls = [call("a", "search"), call("c", "read_file", path="app/a.py")]
+    early = [user("Do not touch app/b.py."), assistant(None, *calls), tool("a", "ok"), tool("c", "Do not touch app/b.py.")]
+    newest = [assistant("ok"), user(line), assistant(line), assistant(None, call("c", "search")), tool("c", line)]
+    conversation = talk([*early, *newest])
+    usable = room(1).ruler.total(conversation.messages) - 3
+
+    result = run(conversation, room(usable, target=usable // 2), *LADDER, rules=Rules(alternate=True))
+
+    assert result.tokens_after <= usable
+    assert result.reports[-1].layer == "emergency"
+    assert result.reports[-1].refused is None
+
+
+def test_what_a_way_of_folding_writes_is_kept_in_turns_by_a_line_of_ours(talk: Talk, room: Room) -> None:
+    early = [user("Go."), assistant(prose(400)), user("On."), assistant(prose(400)), user("Then?"), assistant(prose(400))]
+    newest = [assistant(None, call("a", "read_file", path="app/a.py")), tool("a", "rows"), user("So?")]
+    conversation = talk([*early, *newest])
+
+    result = run(conversation, room(2_000, target=400), MergedTurns(), rules=Rules(alternate=True))
+
+    assert result.reports[0].refused is None
+    roles = [message.role for message in result.conversation.messages]
+    assert roles == ["user", "assistant", "user", "assistant", "tool", "assistant", "user"]
+    assert result.conversation.messages[-2].text == "(Done.)"
+    assert result.conversation.messages[-1] is conversation.messages[-1]
 
 
 def test_a_lost_constraint_is_put_back_word_by_word(talk: Talk, room: Room) -> None:

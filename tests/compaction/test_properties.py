@@ -8,11 +8,11 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from proxy import tokens
@@ -152,8 +152,21 @@ def test_a_request_whose_floor_fits_does_fit(messages: list[dict[str, Any]], usa
         assert result.reason == "floor"
 
 
+ROWS = json.dumps([{"id": i, "state": "failed" if i == 0 else "ok", "value": i * 1.5} for i in range(8)])
+ASKED = {"id": "a", "type": "function", "function": {"name": "read_file", "arguments": '{"path": "app/a.py", "content": ""}'}}
+CALLS_FIRST: list[dict[str, Any]] = [
+    {"role": "assistant", "content": None, "tool_calls": [ASKED]},
+    {"role": "tool", "tool_call_id": "a", "content": ""},
+    {"role": "user", "content": ""},
+    {"role": "assistant", "content": ROWS},
+    {"role": "user", "content": ""},
+]
+"""What is folded stands on both sides of the task, which stays."""
+
+
 @QUICK
 @given(MESSAGES, USABLE)
+@example(CALLS_FIRST, 200)
 def test_where_the_template_wants_turns_they_are_no_more_broken_and_it_still_fits(
     messages: list[dict[str, Any]], usable: int
 ) -> None:
@@ -165,6 +178,28 @@ def test_where_the_template_wants_turns_they_are_no_more_broken_and_it_still_fit
     assert _breaks(json.loads(chat_completions.write(request, result.conversation))["messages"]) <= _breaks(messages)
     if _breaks(messages) == 0 and floor(request.conversation, budget) <= usable * 0.8:
         assert result.tokens_after <= usable
+
+
+@QUICK
+@given(MESSAGES, USABLE, st.sampled_from([s for s in STRATEGIES if s != "noop"]))
+@example(CALLS_FIRST, 200, "ladder")
+def test_no_layer_of_any_strategy_breaks_the_turns_of_a_request_that_takes_them(
+    messages: list[dict[str, Any]], usable: int, strategy: str
+) -> None:
+    messages = _in_turns(messages)
+    request = chat_completions.read(json.dumps({"model": "gpt-4o", "messages": messages}, ensure_ascii=False).encode())
+    budget = Budget(usable, 0, usable, usable, usable // 2, tokens.ruler("gpt-4o", request.fields))
+
+    result = compact(request.conversation, budget, build(strategy), rules=Rules(alternate=True))
+
+    assert _breaks(json.loads(chat_completions.write(request, result.conversation))["messages"]) == 0
+    assert "alternation" not in {report.skipped for report in result.reports}
+
+
+def _in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with other roles, so that user and assistant take turns."""
+    turns = cycle(("user", "assistant"))
+    return [{**m, "role": next(turns)} if m["role"] in ("user", "assistant") and not m.get("tool_calls") else m for m in messages]
 
 
 def _breaks(messages: list[dict[str, Any]]) -> int:

@@ -96,6 +96,12 @@ def test_an_empty_turn_that_keeps_two_user_messages_apart_stays(talk: Talk, room
     assert said == ["Go.", "", "On.", "Yes.", "So?"]
 
 
+def test_of_empty_turns_among_calls_one_stays_to_keep_two_user_messages_apart(talk: Talk, room: Room) -> None:
+    messages = [user("Go."), *read(1, "1"), assistant(""), *read(2, "2"), assistant(""), user("So?")]
+
+    assert texts(talk, room, messages) == ["Go.", "", "1", "", "2", "", "So?"]
+
+
 def thinking(text: str, **fields: Any) -> dict[str, Any]:
     return {**assistant(text), **fields}
 

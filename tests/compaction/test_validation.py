@@ -9,7 +9,7 @@ import pytest
 from builders import agent_session, assistant, call, prose, tool, user
 
 from proxy.compaction import compact, summary
-from proxy.compaction.folding import AFTER, BEFORE, in_turns
+from proxy.compaction.folding import AFTER, BEFORE, DONE, gaps_closed, in_turns, moved_to_gaps
 from proxy.compaction.strategies import build
 from proxy.compaction.validation import Rules, broken, missing, needles, rules_for, trouble, violations
 from proxy.conversation import Conversation, Message, Opaque, Text, ToolCall, ToolResult, said
@@ -289,3 +289,59 @@ def test_a_summary_takes_the_role_that_the_turns_leave_it(
     assert sum(summary.is_summary(message) for message in made.messages) == 1
     assert [message.text for message in made.messages if message.text in (BEFORE, AFTER)] == ours
     assert in_turns(made).messages == made.messages
+
+
+def test_a_summary_moves_to_where_what_it_folds_was_said() -> None:
+    task, last = said("user", "t"), said("user", "u")
+    asked = Message("assistant", (ToolCall("c", "read_file", "{}"),))
+    answered = Message("tool", (ToolResult("c", "rows"),))
+
+    made = in_turns(moved_to_gaps(Conversation((SUMMARY, task, asked, answered, last))))
+
+    assert [message.role for message in made.messages] == ["user", "assistant", "tool", "assistant", "user"]
+    assert made.messages[:3] == (task, asked, answered)
+    assert summary.is_summary(made.messages[3])
+    assert made.messages[4] is last
+    assert in_turns(moved_to_gaps(made)) is made
+
+
+def test_two_user_messages_that_came_as_neighbors_are_not_parted(talk: Talk, room: Room) -> None:
+    """What is folded of the first alone stands before whatever else a client says after it."""
+    messages = [user(f"{prose(2_000)}\nNever touch the migrations.\n{prose(2_000)}"), user("So?")]
+
+    made = compact(talk(messages), room(2_000, target=600), build("ladder"), rules=Rules(alternate=True)).conversation
+
+    assert [message.role for message in made.messages] == ["user", "assistant", "user", "user"]
+    assert summary.is_summary(made.messages[1])
+
+
+@pytest.mark.parametrize(
+    ("roles", "all_roles", "ours"),
+    [
+        ("uau", "uau", []),
+        ("uu", "uau", [DONE]),
+        ("uuu", "uauau", [DONE, DONE]),
+        ("uctu", "uctau", [DONE]),
+        ("uacta", "uactua", [AFTER]),
+        ("au", "uau", [BEFORE]),
+        ("sctau", "sctuau", [BEFORE]),
+        ("uct", "uct", []),
+    ],
+)
+def test_a_line_of_ours_stands_where_one_would_speak_twice(roles: str, all_roles: str, ours: list[str]) -> None:
+    """c: a call, t: its result, s: an instruction."""
+    kinds = {
+        "u": said("user", "x"),
+        "a": said("assistant", "x"),
+        "s": said("system", "x"),
+        "c": Message("assistant", (ToolCall("c", "read_file", "{}"),)),
+        "t": Message("tool", (ToolResult("c", "rows"),)),
+    }
+    came = Conversation(tuple(kinds[role] for role in roles))
+
+    made = gaps_closed(came)
+
+    assert "".join("c" if message.calls else message.role[0] for message in made.messages) == all_roles
+    assert [message.text for message in made.messages if message.text in (BEFORE, AFTER, DONE)] == ours
+    assert gaps_closed(made) is made
+    assert ours or made is came
