@@ -37,6 +37,7 @@ def main() -> None:
             Part(lambda one: throughput.measure(one, sizes, connections, seconds), proxies_only=True),
             Part(lambda one: throughput.measure(one, ["1KB"], [1], seconds)),
             Part(lambda one: streams.paced(one, few, seconds)),
+            Part(lambda one: streams.in_batches(one, few, seconds), proxies_only=True),
             Part(lambda one: streams.flood(one, few, seconds), once=True, heavy=True),
             Part(lambda one: streams.head_of_line(one, seconds), once=True, heavy=True),
             Part(lambda one: leaving.measure(one, tries), once=True),

@@ -2,9 +2,9 @@
  *
  *     cc -O2 -o stub stub.c && ./stub PORT
  *
- * The request says which, anywhere in its first 4 KB: `stub=COUNT@MICROSECONDS` asks for COUNT events, one each so many
- * microseconds (0: as fast as the socket takes them), whose text holds the time at which they were sent; `stub=hold` for no
- * answer at all. Of every held or streamed answer it tells over UDP, to its own port number on loopback, that the request came
+ * The request says which, anywhere in its first 4 KB: `stub=COUNT@MICROSECONDS/TOGETHER` asks for COUNT events, one each so many
+ * microseconds (0: as fast as the socket takes them), whose text holds the time at which they were sent, TOGETHER such streams at
+ * the same moment; `stub=hold` for no answer at all. Of every held or streamed answer it tells over UDP, to its own port number on loopback, that the request came
  * ("came"), and that the other side went away before the answer was complete ("left"). One thread, so that it fits beside the load.
  */
 #define _GNU_SOURCE
@@ -99,14 +99,25 @@ static void stream(struct connection *c, long most) {
     }
 }
 
-static void start_stream(struct connection *c, long count, long pause) {
+/* When the next stream sends its first event, in microseconds. The moments are spread over the pause by the golden ratio and have
+ * nothing to do with when its request came: else a proxy that starts many streams at once would get their chunks in batches, which
+ * are cheap, and one that takes its time for each would get them one by one. */
+static long first_event(long pause, long together) {
+    static long streams;
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    long moment = streams++ / together * 618034 % 1000000 * pause / 1000000;
+    return (now.tv_sec * 1000000 + now.tv_nsec / 1000) / pause * pause + pause + moment;
+}
+
+static void start_stream(struct connection *c, long count, long pause, long together) {
     c->to_send = count + 1;
     put(c, sprintf(c->piece, "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"));
     if (pause) {
-        struct timespec every = {pause / 1000000, pause % 1000000 * 1000};
-        struct itimerspec clock = {every, every};
+        long first = first_event(pause, together);
+        struct itimerspec clock = {{pause / 1000000, pause % 1000000 * 1000}, {first / 1000000, first % 1000000 * 1000}};
         c->timer = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK);
-        timerfd_settime(c->timer, 0, &clock, NULL);
+        timerfd_settime(c->timer, TFD_TIMER_ABSTIME, &clock, NULL);
         watch(c, c->timer, EPOLLIN, EPOLL_CTL_ADD, 1);
     }
     stream(c, pause ? 0 : TURN);
@@ -114,14 +125,14 @@ static void start_stream(struct connection *c, long count, long pause) {
 
 static void answer(struct connection *c) {
     char *wish = memmem(c->head, c->have, "stub=", 5);
-    long count, pause;
+    long count, pause, together = 1;
     c->have = c->in_body = 0;
     if (wish && !strncmp(wish, "stub=hold", 9)) {
         c->held = 1;
         tell("came");
-    } else if (wish && sscanf(wish, "stub=%ld@%ld", &count, &pause) == 2) {
+    } else if (wish && sscanf(wish, "stub=%ld@%ld/%ld", &count, &pause, &together) >= 2) {
         tell("came");
-        start_stream(c, count, pause);
+        start_stream(c, count, pause, together);
     } else {
         char whole[4096]; /* a token is about five bytes of the benchmark's text */
         int size = snprintf(body, sizeof body, "{\"id\":\"chatcmpl-1\",\"object\":\"chat.completion\",\"created\":1,\"model\":\"m\",\"choices\":"
