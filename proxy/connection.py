@@ -227,23 +227,28 @@ class Connection(asyncio.Protocol):
             self.abort()
             return
         size = self.reading = len(data)
-        before = len(reply.pieces)
+        pieces = reply.pieces
+        before = len(pieces)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             self.fail("the upstream switched protocols", "protocol")
         except httptools.HttpParserError:
             self.fail("the upstream's answer is not valid HTTP", "protocol")
-        if len(reply.pieces) == before:
+        if len(pieces) == before:
             reply.silent += size
             if reply.silent > MAX_SILENT_BYTES and not reply.finished:
                 self.fail("the upstream's answer has endless headers", "protocol")
         else:
             reply.silent = 0
-            if reply.sink is not None and not reply.full:
-                reply.full = not reply.sink(reply.take())
-                if not (reply.full or reply.finished or reply.failure):
+            sink = reply.sink
+            if sink is not None and not reply.full:
+                piece = b"".join(pieces)
+                pieces.clear()
+                room = sink(piece)
+                if room and not reply.finished and reply.failure is None:
                     return
+                reply.full = not room
             else:
                 reply.held += size
                 if reply.held > READ_AHEAD and not reply.paused and self.living:

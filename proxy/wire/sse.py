@@ -7,8 +7,7 @@ costs an append a chunk and holds a bounded number of bytes. What it cannot read
 from __future__ import annotations
 
 import zlib
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import brotli
@@ -17,6 +16,8 @@ import zstandard
 
 TAIL = 64 * 1024
 """Bytes kept from the end of a stream: the last few events, also with long logprobs."""
+SLACK = 4 * 1024
+"""Further bytes that may come before what is beyond the tail is let go: so not each chunk moves all that is kept."""
 WHOLE = 8 * 1024 * 1024
 """Bytes kept of a plain JSON answer, which can only be read whole."""
 
@@ -63,7 +64,7 @@ class UsageTap:
     def __init__(self, content_type: str, content_encoding: str = "") -> None:
         self._kind = kind = _KINDS.get(content_type) or _kind(content_type)
         self._left = kind.limit
-        self._chunks: deque[bytes] = deque()
+        self._chunks: list[bytes] = []
         self._decode = _decoder(content_encoding) if content_encoding and kind.limit else kind.decode
 
     def feed(self, chunk: bytes) -> None:
@@ -87,10 +88,12 @@ class UsageTap:
 
     def _let_go(self) -> None:
         """There is more than is kept: the end of a stream will do, but a plain answer can only be read whole."""
-        while self._left < 0 and len(self._chunks) > 1:
-            self._left += len(self._chunks.popleft())
-            if self._kind is not _STREAM:
-                self._give_up()
+        if self._kind is not _STREAM:
+            self._give_up()
+            return
+        end = b"".join(self._chunks)[-TAIL:]
+        self._chunks = [end]
+        self._left = self._kind.limit - len(end)
 
     def _decoded(self, chunk: bytes) -> bytes:
         assert self._decode is not None
@@ -111,13 +114,13 @@ def _nothing(chunk: bytes) -> bytes:
 
 
 class _Kind(NamedTuple):
-    """What a content type means for the tap. limit: bytes kept of it. decode: None where it is read as it comes."""
+    """What a content type means for the tap. limit: bytes kept of it at most. decode: None where it is read as it comes."""
 
     limit: int
     decode: Callable[[bytes], bytes] | None = None
 
 
-_STREAM, _JSON, _OTHER = _Kind(TAIL), _Kind(WHOLE), _Kind(0, _nothing)
+_STREAM, _JSON, _OTHER = _Kind(TAIL + SLACK), _Kind(WHOLE), _Kind(0, _nothing)
 _KINDS = {
     "application/json": _JSON,
     "application/json; charset=utf-8": _JSON,
@@ -175,14 +178,23 @@ def _usage(event: _Event, whole: bool) -> Usage:
 
 
 def _read_stream(data: bytes) -> Usage:
-    lines = data.splitlines()
-    done, model = False, None
-    for line in reversed(lines):
-        said = payload(line)
-        if said == b"[DONE]":
-            done = True
-        elif said is not None and (model is None or b'"usage"' in said) and (event := _event(said)) is not None:
-            model = model or event.model
-            if event.usage is not None and event.usage.prompt_tokens is not None:
-                return _usage(event, done)
-    return Usage(model=model, whole=done)
+    lines = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    done = any(payload(line) == b"[DONE]" for line in _from_the_last(lines, b"[DONE]"))
+    for said in _from_the_last(lines, b'"usage"'):
+        event = _event(payload(said) or b"")
+        if event is not None and event.usage is not None and event.usage.prompt_tokens is not None:
+            return _usage(event, done)
+    for said in _from_the_last(lines, b'"model"'):
+        event = _event(payload(said) or b"")
+        if event is not None and event.model is not None:
+            return Usage(model=event.model, whole=done)
+    return Usage(whole=done)
+
+
+def _from_the_last(lines: bytes, mark: bytes) -> Iterator[bytes]:
+    """The lines that hold the mark, the last one first: a stream has hundreds, and few say what is looked for."""
+    end = len(lines)
+    while (at := lines.rfind(mark, 0, end)) >= 0:
+        end = lines.rfind(b"\n", 0, at) + 1
+        stop = lines.find(b"\n", at)
+        yield lines[end : stop if stop >= 0 else len(lines)]
