@@ -20,7 +20,7 @@ Notes = dict[object, Any]
 """What was made of a head, by who made it."""
 
 CLIENT = "compaction-proxy.client"
-"""The extension of the ASGI scope under which our own server tells more of the client than ASGI has words for."""
+"""The key of the ASGI scope under which our own server tells more of the client than ASGI has words for."""
 DRIPS = 10
 """Times the patience for one piece that a body read whole may take: a byte now and then would keep a connection for ever."""
 
@@ -61,8 +61,7 @@ class Client(Leaves, Protocol):
 
 def client_of(scope: Scope) -> Client | None:
     """None under a server that is not ours."""
-    extensions = scope.get("extensions")
-    client: Client | None = extensions.get(CLIENT) if extensions else None
+    client: Client | None = scope.get(CLIENT)
     return client
 
 

@@ -11,8 +11,7 @@ import asyncio
 import select
 import socket
 import struct
-from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping, MutableSet, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -32,17 +31,22 @@ LOOK_EVERY = 0.25
 
 _STATUS_LINES = {status: line.removesuffix(b"\r\n") for status, line in STATUS_LINE.items()}
 
-App = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
-
 
 class Cycle:
     """A request and its answer; what the app finds under CLIENT in its scope."""
 
-    __slots__ = (
-        "_chunked", "_end_told", "_flow", "_flusher", "_head", "_held", "_left_to_send", "_looking", "_loop", "_on_left",
-        "_on_response", "_pieces", "_sent", "_transport", "_until_close", "_waiter", "body_timeout", "disconnected", "keep_alive",
-        "more_body", "notes", "response_complete", "response_started", "scope", "task", "waiting_for_100_continue",
-    )  # fmt: skip
+    # what most requests leave as it is stands here, for all of them
+    more_body = True
+    disconnected = response_started = response_complete = False
+    task: asyncio.Task[None] | None = None
+    body_timeout: float | None = None
+    _held = _left_to_send = 0
+    _end_told = _until_close = _looking = False
+    _waiter: asyncio.Future[None] | None = None
+    _on_left: Callable[[], None] | None = None
+    _chunked: bool | None = None
+    _head = b""
+    _flusher: asyncio.Handle | None = None
 
     def __init__(
         self,
@@ -53,28 +57,16 @@ class Cycle:
         loop: asyncio.AbstractEventLoop,
         on_response: Callable[[], None],
         sent: Awaitable[None],
-        *,
         expect_100_continue: bool,
         keep_alive: bool,
     ) -> None:
         """sent: done; what `send` gives to wait for where there is nothing to wait for."""
         self.scope, self.notes = scope, notes
+        scope[CLIENT] = self
         self._transport, self._flow, self._loop = transport, flow, loop
         self._on_response, self._sent = on_response, sent
-        scope["extensions"] = {CLIENT: self}
-        self.keep_alive, self.waiting_for_100_continue = keep_alive, expect_100_continue
-        self.more_body = True
-        self.disconnected = self.response_started = self.response_complete = False
-        self.task: asyncio.Task[None] | None = None
-        self.body_timeout: float | None = None
-        self._pieces: deque[bytes] = deque()
-        self._held = self._left_to_send = 0
-        self._end_told = self._until_close = self._looking = False
-        self._waiter: asyncio.Future[None] | None = None
-        self._on_left: Callable[[], None] | None = None
-        self._chunked: bool | None = None
-        self._head = b""
-        self._flusher: asyncio.Handle | None = None
+        self.waiting_for_100_continue, self.keep_alive = expect_100_continue, keep_alive
+        self._pieces: list[bytes] = []  # few: what comes while many wait is joined
 
     # What the connection tells
 
@@ -150,10 +142,8 @@ class Cycle:
             return None
         if not pieces or (len(pieces) > 1 and self._held > most):
             return None
-        taken = list(pieces) if len(pieces) <= MOST_APART else [b"".join(pieces)]
-        pieces.clear()
-        self._held, self._end_told = 0, True
-        return taken
+        self._pieces, self._held, self._end_told = [], 0, True
+        return pieces if len(pieces) <= MOST_APART else [b"".join(pieces)]
 
     async def receive(self) -> dict[str, Any]:
         """Raises TimeoutError when the body's next piece does not come within `body_timeout`."""
@@ -177,7 +167,7 @@ class Cycle:
             joined = b"".join(pieces)
             pieces.clear()
             return joined
-        return pieces.popleft() if pieces else b""
+        return pieces.pop(0) if pieces else b""
 
     async def _news(self) -> None:
         waiter = self._waiter = self._loop.create_future()
@@ -190,20 +180,13 @@ class Cycle:
         finally:
             timer.cancel()
 
-    async def run_asgi(self, app: App, tasks: MutableSet[asyncio.Task[None] | None]) -> None:
-        """The app's answer to the request, however it ends; what the app raises is for the loop to log.
-
-        tasks: those under way, which this one leaves at its end.
-        """
-        try:
-            await app(self.scope, self.receive, self.send)
-        finally:
-            tasks.discard(self.task)
-            self.task = None  # which holds us: a circle that only the collector would find
-            self._on_left = None
-            if not (self.response_complete or self.disconnected):
-                self._end_badly()
-            self._on_response = _nothing
+    def end(self) -> None:
+        """The app is through with it, however that came."""
+        self.task = None  # which may hold us: a circle that only the collector would find
+        self._on_left = None
+        if not (self.response_complete or self.disconnected):
+            self._end_badly()
+        self._on_response = _nothing
 
     def _end_badly(self) -> None:
         if not self.response_started:
@@ -251,7 +234,12 @@ class Cycle:
             return self._once_there_is_room(self.answer, status, headers, body)
         if not self.disconnected:
             self._start(status, headers, waits=False)
-            self._send_body(body, more=False)
+            if self._chunked is False and len(body) == self._left_to_send <= JOIN_BELOW and self.scope["method"] != "HEAD":
+                head, self._head, self._left_to_send = self._head, b"", 0
+                self._transport.write(head + body)
+                self._complete()
+            else:
+                self._send_body(body, more=False)
         return self._sent
 
     async def _once_there_is_room(self, sends: Callable[..., Awaitable[None]], *what: Any) -> None:

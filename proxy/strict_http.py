@@ -68,6 +68,9 @@ class StrictHttp(HttpToolsProtocol):
     _silent_bytes = 0
     _progress = 0
     _running: Any = None
+    _next: Cycle | None = None
+    _worker: asyncio.Task[None] | None = None
+    _resting: asyncio.Future[None] | None = None
     _poisoned = False
     _idle_since: float | None = None
 
@@ -91,8 +94,10 @@ class StrictHttp(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_deadline()
-        running, waiting = self._running, [cycle for cycle, _ in self.pipeline]
+        running, waiting = self._running, list(self.pipeline)
         super().connection_lost(exc)
+        if self._resting is not None:
+            self._wake()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
         for cycle in (running, *waiting):  # uvicorn tells only the newest of several pipelined requests
@@ -142,7 +147,6 @@ class StrictHttp(HttpToolsProtocol):
             head = self._head = self._new_head(*said)
         scope = head.scope.copy()
         scope["headers"] = headers
-        scope["state"] = self.app_state.copy()
         before = self.cycle
         cycle = self.cycle = Cycle(
             scope,
@@ -152,15 +156,15 @@ class StrictHttp(HttpToolsProtocol):
             self.loop,
             self.on_response_complete,
             self._sent,
-            expect_100_continue=head.continues,
-            keep_alive=head.keep_alive,
+            head.continues,
+            head.keep_alive,
         )
         if before is None or before.response_complete:
-            self._start_asgi_task(cycle, self.app)
+            self._start(cycle)
             return
         if len(self.pipeline) >= MOST_PIPELINED:
             raise _BadRequest
-        self.pipeline.appendleft((cycle, self.app))
+        self.pipeline.appendleft(cycle)
         if len(self.pipeline) >= MAX_PIPELINED:  # until then we read on, and so see the client leave
             self.flow.pause_reading()
             self._running.look_later()
@@ -183,6 +187,7 @@ class StrictHttp(HttpToolsProtocol):
             "path": unquote(path) if "%" in path else path,
             "raw_path": raw_path,
             "query_string": query,
+            "state": self.app_state.copy(),
         }
         # an upgrade is not taken up, and the parser stops after a request that asked for one
         head.keep_alive = version == "1.1" and self.parser.should_keep_alive() and not self.parser.should_upgrade()
@@ -197,13 +202,12 @@ class StrictHttp(HttpToolsProtocol):
         self.cycle.end_body()
 
     def on_response_complete(self) -> None:
-        self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
-        if len(self.pipeline) <= MAX_PIPELINED:
+        if self.flow.read_paused and len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()
         if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+            self._start(self.pipeline.pop())
             return
         self._idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
@@ -247,12 +251,45 @@ class StrictHttp(HttpToolsProtocol):
             raise _BadRequest
         return continues
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        self._running, self._idle_since = cycle, None
+    def _start(self, cycle: Cycle) -> None:
+        """Has a request answered, in the one task of the connection: to make one takes longer than to wake it."""
+        self._running = self._next = cycle
+        self._idle_since = None
         if self.flow.read_paused:
             cycle.look_later()
-        task = cycle.task = self.loop.create_task(cycle.run_asgi(app, self.tasks))
-        self.tasks.add(task)
+        worker = self._worker
+        if worker is None:
+            worker = self._worker = self.loop.create_task(self._work())
+        elif self._resting is not None:
+            self._wake()
+        # else it takes this one up as soon as the app is through with the one before
+        self.tasks.add(worker)
+
+    def _wake(self) -> None:
+        resting, self._resting = self._resting, None
+        if resting is not None and not resting.done():
+            resting.set_result(None)
+
+    async def _work(self) -> None:
+        """Answers the connection's requests one after another until it is lost. What an app raises ends it, and is for the loop
+        to log; what comes then begins anew."""
+        app, task = self.app, self._worker
+        try:
+            while (cycle := self._next) is not None:
+                self._next, cycle.task = None, task
+                try:
+                    await app(cycle.scope, cycle.receive, cycle.send)
+                finally:
+                    cycle.end()
+                if self._next is None and not self.transport.is_closing():
+                    self.tasks.discard(task)
+                    self._resting = self.loop.create_future()
+                    await self._resting
+        finally:
+            self.tasks.discard(task)
+            self._worker = self._resting = None
+            if self._next is not None and not self.transport.is_closing():
+                self._start(self._next)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what came; an answer under way is not written into."""

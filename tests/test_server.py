@@ -290,7 +290,7 @@ async def test_no_more_requests_are_taken_in_while_too_many_wait(monkeypatch: py
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            assert scope["extensions"][CLIENT].whole(0) == ([b"A"] if scope["method"] == "POST" else None)
+            assert scope[CLIENT].whole(0) == ([b"A"] if scope["method"] == "POST" else None)
             await turns.acquire()
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
             await send({"type": "http.response.body", "body": b"ok"})
@@ -325,6 +325,59 @@ async def test_requests_by_the_thousand_are_refused(app: Recorder) -> None:
 
     assert (statuses(answer), connection) == (["200"], "closed")
     assert len(app.seen) == 1
+
+
+async def test_the_requests_of_a_connection_are_answered_in_one_task_which_ends_with_it(app: Recorder) -> None:
+    tasks = []
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            tasks.append(asyncio.current_task())
+        await app(scope, receive, send)
+
+    async with client(noting) as (reader, writer):
+        for _ in range(3):
+            writer.write(GET * 2)
+            assert len(await reader.readexactly(80)) == 80
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        await settled(lambda: len(app.seen) == 7)
+        at_work = tasks[-1].done()
+        writer.close()
+        await settled(lambda: tasks[-1].done())
+
+    assert (len(tasks), len(set(tasks)), at_work) == (7, 1, False)
+    assert app.left == [b"/slow"]
+
+
+async def test_a_connection_that_ends_between_two_requests_leaves_no_task(app: Recorder) -> None:
+    async with client(app) as (reader, writer):
+        before = asyncio.all_tasks()
+        writer.write(GET)
+        await reader.readexactly(40)
+        resting = asyncio.all_tasks() - before
+        writer.close()
+        await settled(lambda: not asyncio.all_tasks() - before)
+
+    assert len(resting) == 1
+
+
+async def test_requests_behind_one_whose_app_fails_after_its_answer_are_answered(app: Recorder) -> None:
+    async def failing(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope, receive, send)
+        if scope["type"] == "http" and scope["path"] == "/fails":
+            raise RuntimeError("after the answer")
+
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+    async with client(failing) as (reader, writer):
+        writer.write(b"GET /fails HTTP/1.1\r\nHost: x\r\n\r\n" + GET)
+        await reader.readexactly(80)
+        writer.write(GET)
+        await reader.readexactly(40)
+        gc.collect()
+
+    assert [path for _, path, _, _ in app.seen] == [b"/fails", b"/a", b"/a"]
+    assert told == ["after the answer"]
 
 
 async def test_a_client_behind_an_upload_that_stops_and_goes_on_is_looked_for_once_at_a_time(
@@ -438,7 +491,7 @@ async def kept_over(requests: list[bytes]) -> list[tuple[bool, Any]]:
 
     async def noting(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            notes = scope["extensions"][CLIENT].notes
+            notes = scope[CLIENT].notes
             plain = {name: scope[name] for name in ("method", "path", "raw_path", "query_string", "headers", "http_version")}
             told.append(("seen" in notes, plain))
             notes["seen"] = True
@@ -512,7 +565,7 @@ async def test_a_body_that_nobody_read_is_not_kept_behind_its_answer() -> None:
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + b"x" * 50_000)
         await reader.readuntil(b"no")
 
-    assert sum(map(len, scopes[-1]["extensions"][CLIENT]._pieces)) == 0
+    assert sum(map(len, scopes[-1][CLIENT]._pieces)) == 0
 
 
 async def test_a_body_in_chunks_of_two_bytes_is_handed_on_in_larger_pieces() -> None:
