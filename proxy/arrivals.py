@@ -92,29 +92,27 @@ class Upload:
     client: None under a server that is not ours. size: bytes of the body that are held, no longer than the block around it.
     """
 
-    __slots__ = ("_gone", "_held", "_receive", "_timeout", "_watched", "client", "first", "size", "whole")
+    # what most uploads leave as it is stands here, for all of them
+    first: Sequence[bytes] = ()
+    whole = _gone = False
+    size = 0
+    _watched: Leaves | None = None
 
     def __init__(self, scope: Scope, receive: Receive, body_timeout: float | None, held: Held) -> None:
         """body_timeout: seconds that each piece may take, where our own server is in front."""
         self._receive, self._timeout, self._held = receive, body_timeout, held
-        self.size = 0
         client = self.client = client_of(scope)
         if client is not None:
             client.body_timeout = body_timeout
-        self.first: Sequence[bytes] = ()
-        self.whole = self._gone = False
-        self._watched: Leaves | None = None
 
     def takes_at_hand(self, most: int) -> bool:
         """What `read` does, at once, where all of the body is here; else False."""
-        if self.client is None or self._held.bytes > self._held.most:
-            return False
-        pieces = self.client.whole(most)
-        if pieces is None:
+        client, held = self.client, self._held
+        if client is None or held.bytes > held.most or (pieces := client.whole(most)) is None:
             return False
         self.first, self.whole = pieces, True
-        self.size = len(pieces[0]) if len(pieces) == 1 else sum(map(len, pieces))
-        self._held.bytes += self.size
+        size = self.size = sum(map(len, pieces))
+        held.bytes += size
         return True
 
     async def read(self, most: int) -> None:
@@ -154,14 +152,11 @@ class Upload:
         watched = self._watched
         if watched is not None:
             watched.when_left(None)
-        self._let_go()
+        self._held.bytes -= self.size
+        self.size = 0
         if self._gone and watched is not None and watched.task is not None and isinstance(error, asyncio.CancelledError):
             watched.task.uncancel()
             raise ClientGone from None
-
-    def _let_go(self) -> None:
-        self._held.bytes -= self.size
-        self.size = 0
 
     @property
     def body(self) -> Body:
@@ -178,7 +173,8 @@ class Upload:
         for piece in self.first:
             yield piece
         self.first = ()
-        self._let_go()  # from here on it only passes through
+        self._held.bytes -= self.size
+        self.size = 0  # from here on it only passes through
         while not self.whole:
             try:
                 piece = self._piece(await self._receive())

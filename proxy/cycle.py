@@ -29,6 +29,9 @@ what it says: a body in chunks of two bytes would take thirty times its size."""
 LOOK_EVERY = 0.25
 """Seconds between two looks whether a client is still there whose sending we do not read: the loop does not tell then."""
 
+BODILESS = frozenset({204, 304})
+"""Statuses of answers that have no body, whatever their headers say."""
+
 _STATUS_LINES = {status: line.removesuffix(b"\r\n") for status, line in STATUS_LINE.items()}
 
 
@@ -265,20 +268,19 @@ class Cycle:
         """waits: whether the app may wait before the first piece of the body; the head then leaves alone."""
         self.response_started = True
         self.waiting_for_100_continue = False
-        bodiless = status in (204, 304)
         if status == 204:  # RFC 9110, section 8.6
             headers = [field for field in headers if field[0] != b"content-length"]
         parts = [_STATUS_LINES[status], *map(b": ".join, headers)]
         named = dict(headers)
         length = named.get(b"content-length")
         if length is not None:
-            self._left_to_send, self._chunked = 0 if bodiless else int(length), False
-        elif not bodiless and self.scope["method"] != "HEAD":
+            self._left_to_send, self._chunked = 0 if status == 304 else int(length), False
+        elif status not in BODILESS and self.scope["method"] != "HEAD":
             self._until_close = self.scope["http_version"] == "1.0"  # such a client does not know chunks
             self._chunked = not self._until_close
             if self._chunked:
                 parts.append(b"transfer-encoding: chunked")
-        if named.get(b"connection", b"").lower() == b"close":
+        if b"connection" in named and named[b"connection"].lower() == b"close":
             self.keep_alive = False
         elif not self.keep_alive:
             parts.append(b"connection: close")

@@ -29,7 +29,7 @@ from proxy.answers import (
 from proxy.arrivals import Body, Client, Headers, Held, Notes, Receive, Scope, Send, Upload, notes_of
 from proxy.asked import REWRITTEN, Asked, asked, endpoint_of
 from proxy.compactor import Compactor
-from proxy.decisions import Decision, Wish
+from proxy.decisions import Decision
 from proxy.errors import ClientError, ClientGone, Unreadable, UpstreamError
 from proxy.exchange import OURS, Exchange, record_of
 from proxy.metrics import ANY, CHAT, COMPACT, Metrics
@@ -165,7 +165,8 @@ class Proxy:
                 raise ClientError("too many large bodies are under way", status=503, code="busy")
             raise ClientError("the body is too large", status=413, code="body_too_large")
         wish = replace(known.wish, mode="force") if known.wish.mode == "auto" else known.wish
-        decision = await self._decide(known, upload.first, wish)
+        deciding = self._compactor.decide(b"".join(upload.first), known.path, wish, known.coding, known.caller)
+        decision = await self._safely(deciding, FAILED)
         decision = exchange.decision = await self._safely(self._compactor.count(decision), decision)
         try:
             answer = compact_answer(decision, self._as_forwarded(decision, upload.first, known.coding))
@@ -191,7 +192,9 @@ class Proxy:
             await self._relay(exchange, known, scope, upload, send)
             return
         pieces = upload.first
-        exchange.decision = await self._decide(known, pieces, known.wish)
+        exchange.decision = FAILED
+        with OURS:
+            exchange.decision = await self._compactor.decide(b"".join(pieces), known.path, known.wish, known.coding, known.caller)
         counting: asyncio.Task[Decision] | None = None
         if exchange.decision.before is None and exchange.decision.request is not None:
             # what is forwarded without a count is counted while the upstream thinks
@@ -217,11 +220,6 @@ class Proxy:
                 counting.cancel()
             if answer is not None:
                 answer.close()
-
-    async def _decide(self, known: Asked, pieces: Sequence[bytes], wish: Wish) -> Decision:
-        with OURS:
-            return await self._compactor.decide(b"".join(pieces), known.path, wish, known.coding, known.caller)
-        return FAILED
 
     async def _safely(self, work: Awaitable[T], otherwise: T) -> T:
         """Our own part of a request, and what it comes to when it fails."""
@@ -396,9 +394,7 @@ class Proxy:
             return
         finally:
             exchange.upstream_seconds += perf_counter() - exchange.headed_at
-            if tap is not None:
-                with OURS:
-                    exchange.usage = tap.usage()
+            exchange.tap = tap
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _explain(self, exchange: Exchange) -> None:
@@ -412,9 +408,11 @@ class Proxy:
                 exchange.beside.append((b"x-compaction-id", id.encode()))
 
     def _record(self, exchange: Exchange) -> None:
-        self._explain(exchange)
-        decision = exchange.decision
-        if exchange.endpoint == CHAT and exchange.status < 300:
+        decision, tap = exchange.decision, exchange.tap
+        if self._explainer is not None:
+            self._explain(exchange)
+        if tap is not None:
+            exchange.usage = tap.usage()
             self._compactor.answered(decision, exchange.usage)
         record = record_of(exchange)
         self._metrics.record(record)

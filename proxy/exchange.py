@@ -15,7 +15,7 @@ import structlog
 from proxy.decisions import Decision
 from proxy.pricing import cache_break_cost, cost_saved
 from proxy.records import RequestRecord, saved_by_layer
-from proxy.wire.sse import NOTHING, Usage
+from proxy.wire.sse import NOTHING, Usage, UsageTap
 
 if TYPE_CHECKING:
     from proxy.tracing import Trace
@@ -34,7 +34,8 @@ class Exchange(msgspec.Struct):
 
     started, headed_at, first_chunk_at: seconds by one clock, at its start, at the answer's head and its first piece.
     altered: the body to send in place of the decision's, with other fields than its messages changed. asked_usage: usage was
-    asked for in the client's place. beside: further response headers. trace: its spans, when tracing is on.
+    asked for in the client's place. beside: further response headers. tap: what reads a chat's good answer as it goes by, and
+    has its usage at the end. trace: its spans, when tracing is on.
     """
 
     endpoint: str
@@ -51,6 +52,7 @@ class Exchange(msgspec.Struct):
     explained: bool = False
     trace: Trace | None = None
     beside: list[tuple[bytes, bytes]] = msgspec.field(default_factory=list)
+    tap: UsageTap | None = None
     usage: Usage = NOTHING
     overflow: str | None = None
     upstream_error: str | None = None
