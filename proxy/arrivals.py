@@ -21,6 +21,8 @@ Notes = dict[object, Any]
 
 CLIENT = "compaction-proxy.client"
 """The key of the ASGI scope under which our own server tells more of the client than ASGI has words for."""
+NOTES = "compaction-proxy.notes"
+"""The same for notes, kept for as long as the heads on a connection say the same, but for the length of the body."""
 DRIPS = 10
 """Times the patience for one piece that a body read whole may take: a byte now and then would keep a connection for ever."""
 
@@ -36,11 +38,9 @@ class Leaves(Protocol):
 
 
 class Client(Leaves, Protocol):
-    """body_timeout: seconds that `receive` waits for the next piece of a body; it raises TimeoutError then. notes: kept for as
-    long as the heads on the client's connection say the same, but for the length of the body."""
+    """body_timeout: seconds that `receive` waits for the next piece of a body; it raises TimeoutError then."""
 
     body_timeout: float | None
-    notes: Notes
 
     def whole(self, most: int) -> Sequence[bytes] | None:
         """All of the body, where it is here already, in one piece or in no more than `most` bytes, and none of it was taken."""
@@ -67,8 +67,8 @@ def client_of(scope: Scope) -> Client | None:
 
 def notes_of(scope: Scope) -> Notes:
     """Those of the client's connection; under a server that is not ours, of this request alone."""
-    client = client_of(scope)
-    return {} if client is None else client.notes
+    notes: Notes | None = scope.get(NOTES)
+    return {} if notes is None else notes
 
 
 def header(headers: Headers, name: bytes) -> str:

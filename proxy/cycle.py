@@ -17,7 +17,7 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from proxy.arrivals import CLIENT, Notes
+from proxy.arrivals import CLIENT
 
 JOIN_BELOW = 64 * 1024
 """A piece up to this size is copied to be written in one go with what frames it."""
@@ -54,7 +54,6 @@ class Cycle:
     def __init__(
         self,
         scope: MutableMapping[str, Any],
-        notes: Notes,
         transport: asyncio.Transport,
         flow: FlowControl,
         loop: asyncio.AbstractEventLoop,
@@ -64,7 +63,7 @@ class Cycle:
         keep_alive: bool,
     ) -> None:
         """sent: done; what `send` gives to wait for where there is nothing to wait for."""
-        self.scope, self.notes = scope, notes
+        self.scope = scope
         scope[CLIENT] = self
         self._transport, self._flow, self._loop = transport, flow, loop
         self._on_response, self._sent = on_response, sent

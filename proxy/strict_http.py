@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from proxy.arrivals import Headers, Notes
+from proxy.arrivals import NOTES, Headers
 from proxy.cycle import Cycle
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -36,17 +36,16 @@ class _Head:
     """A head that was checked. Clients say the same with each request on a connection, but for the length of the body: what
     follows from the rest is found once, and kept for as long as it stays so.
 
-    scope: what ASGI is told of it, without what belongs to one request. notes: what apps make of it, by who made it.
+    scope: what ASGI is told of it, without what belongs to one request.
     """
 
-    __slots__ = ("_fields", "_length_at", "_method", "_url", "_version", "continues", "keep_alive", "notes", "scope")
+    __slots__ = ("_fields", "_length_at", "_method", "_url", "_version", "continues", "keep_alive", "scope")
 
     def __init__(self, url: bytes, method: bytes, version: str, fields: Headers) -> None:
         self._url, self._method, self._version, self._fields = url, method, version, fields.copy()
         self._length_at = next((at for at, field in enumerate(fields) if field[0] == b"content-length"), -1)
         self.scope: dict[str, Any] = {}
         self.keep_alive = self.continues = False
-        self.notes: Notes = {}
 
     def is_said_again(self, url: bytes, method: bytes, version: str, fields: Headers) -> bool:
         """Whether another head differs in nothing but the body's length."""
@@ -150,7 +149,6 @@ class StrictHttp(HttpToolsProtocol):
         before = self.cycle
         cycle = self.cycle = Cycle(
             scope,
-            head.notes,
             self.transport,
             self.flow,
             self.loop,
@@ -188,6 +186,7 @@ class StrictHttp(HttpToolsProtocol):
             "raw_path": raw_path,
             "query_string": query,
             "state": self.app_state.copy(),
+            NOTES: {},
         }
         # an upgrade is not taken up, and the parser stops after a request that asked for one
         head.keep_alive = version == "1.1" and self.parser.should_keep_alive() and not self.parser.should_upgrade()

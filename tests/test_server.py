@@ -22,7 +22,7 @@ import pytest
 from running import read_all
 
 from proxy import cycle, server
-from proxy.arrivals import CLIENT
+from proxy.arrivals import CLIENT, NOTES
 from proxy.cycle import Cycle
 from proxy.server import CannotListen, bind, running
 from proxy.strict_http import StrictHttp
@@ -491,7 +491,7 @@ async def kept_over(requests: list[bytes]) -> list[tuple[bool, Any]]:
 
     async def noting(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            notes = scope[CLIENT].notes
+            notes = scope[NOTES]
             plain = {name: scope[name] for name in ("method", "path", "raw_path", "query_string", "headers", "http_version")}
             told.append(("seen" in notes, plain))
             notes["seen"] = True
