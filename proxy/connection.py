@@ -93,7 +93,7 @@ class Reply:
 
     def __init__(self, connection: Connection, bodiless: bool, patience: float | None) -> None:
         self.connection: Connection | None = connection
-        self.bodiless, self.patience = bodiless, patience
+        self.bodiless, self.patience, self.loop = bodiless, patience, connection.loop
         self.pieces: list[bytes] = []
 
     async def next(self) -> bytes:
@@ -174,11 +174,11 @@ class Reply:
 
     def news(self) -> Awaitable[None]:
         """Comes when something has come, or ended."""
-        reader = self.reader = asyncio.Future()
+        reader = self.reader = self.loop.create_future()  # `asyncio.Future` would ask the system for our process first
         return reader if self.patience is None else self._while_patient(reader, self.patience)
 
     async def _while_patient(self, reader: asyncio.Future[None], seconds: float) -> None:
-        timer = asyncio.get_running_loop().call_later(seconds, self._run_out_of_patience)
+        timer = self.loop.call_later(seconds, self._run_out_of_patience)
         try:
             await reader
         finally:
