@@ -94,39 +94,43 @@ def _where(error: BaseException) -> list[str]:
 
 
 def record_of(exchange: Exchange) -> RequestRecord:
-    decision, usage, now = exchange.decision, exchange.usage, time.perf_counter()
-    before, after, code = decision.before, decision.after, exchange.status
-    forwarded = before if decision.body is None else after
-    budget, request, reported = decision.budget, decision.request, usage.prompt
-    usable = budget.usable if budget is not None else 0
+    decision, usage = exchange.decision, exchange.usage
+    started, upstream_seconds, code = exchange.started, exchange.upstream_seconds, exchange.status
+    before, after, budget = decision.before, decision.after, decision.budget
+    request, reported = decision.request, usage.prompt
+    duration = time.perf_counter() - started
     stream = request is not None and request.stream
-    duration = now - exchange.started
-    return RequestRecord(
-        endpoint=exchange.endpoint,
-        model=decision.model,
-        code=code,
-        stream=stream,
-        duration=duration,
-        first_chunk=exchange.first_chunk_at - exchange.started if stream and exchange.first_chunk_at is not None else None,
-        upstream_duration=exchange.upstream_seconds if exchange.sent else None,
-        overhead=(*decision.seconds.items(), ("total", max(duration - exchange.upstream_seconds, 0.0))),
-        received=before,
-        forwarded=forwarded,
-        outcome=decision.outcome,
-        passthrough=decision.reason,
-        fill_before=before / usable if before is not None and usable > 0 else None,
-        fill_after=after / usable if after is not None and usable > 0 else None,
-        overflow=exchange.overflow,
-        usage_input=reported,
-        usage_output=usage.completion,
-        usage_cached=usage.cached,
-        count_error=forwarded / reported if forwarded and reported else None,
-        upstream_error=_refusal_class(exchange) if code >= 400 and not exchange.upstream_error else exchange.upstream_error,
-        client_disconnect=exchange.gone,
-        stream_abort=exchange.aborted,
-        trace_id=exchange.trace.trace_id if exchange.trace is not None else None,
-        **(_of_compaction(decision, usage) if decision.result is not None else {}),
+    forwarded = before if decision.body is None else after
+    fill_before = fill_after = before / budget.usable if before is not None and budget is not None else None
+    if after != before:
+        fill_after = after / budget.usable if after is not None and budget is not None else None
+    # by their places: with names it takes five times as long
+    record = RequestRecord(
+        exchange.endpoint,
+        decision.model,
+        code,
+        stream,
+        duration,
+        exchange.first_chunk_at - started if stream and exchange.first_chunk_at is not None else None,
+        upstream_seconds if exchange.sent else None,
+        (*decision.seconds.items(), ("total", duration - upstream_seconds)),
+        before,
+        forwarded,
+        decision.outcome,
+        decision.reason,
+        fill_before,
+        fill_after,
+        reported,
+        usage.completion,
+        usage.cached,
+        forwarded / reported if forwarded and reported else None,
+        exchange.overflow,
+        exchange.upstream_error if code < 400 else exchange.upstream_error or _refusal_class(exchange),
+        exchange.gone,
+        exchange.aborted,
+        exchange.trace.trace_id if exchange.trace is not None else None,
     )
+    return record if decision.result is None else msgspec.structs.replace(record, **_of_compaction(decision, usage))
 
 
 def _of_compaction(decision: Decision, usage: Usage) -> dict[str, Any]:

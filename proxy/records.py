@@ -32,11 +32,13 @@ NO_ITEMS = CriticalItems()
 
 
 # A Struct, because a frozen dataclass of so many fields takes ten times as long to make, and one is made for each request
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """What one request contributes. Callers fill what they know; None and () mean "not known" and leave no sample.
 
+    First what every request may have, then what only one has on which layers worked.
+
     endpoint: one of `ENDPOINTS`. code: the status that the client got; 499 when it left before one.
-    duration, first_chunk, upstream_duration: seconds. overhead: (phase, seconds) of our own time.
+    duration, first_chunk, upstream_duration: seconds. overhead: (phase, seconds) of our own time; those below 0 count as 0.
     received, forwarded: prompt tokens by our own count, None when nothing was counted; saved: (layer, tokens), net.
     outcome: none, applied, reused, rejected, failed, shadow or bypassed. shadow_saved: tokens that shadow mode would have saved.
     passthrough: why the body went on as it came; of no account when it did not. ratio: tokens after / before of one event.
@@ -55,27 +57,27 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     overhead: tuple[tuple[str, float], ...] = ()
     received: int | None = None
     forwarded: int | None = None
-    saved: tuple[tuple[str, int], ...] = ()
     outcome: str = "none"
-    shadow_saved: int = 0
     passthrough: str | None = None
-    ratio: float | None = None
     fill_before: float | None = None
     fill_after: float | None = None
-    validation_failures: tuple[str, ...] = ()
-    critical: CriticalItems = NO_ITEMS
-    prefix_break: str | None = None
-    overflow: str | None = None
     usage_input: int | None = None
     usage_output: int | None = None
     usage_cached: int | None = None
     count_error: float | None = None
+    overflow: str | None = None
     upstream_error: str | None = None
     client_disconnect: bool = False
     stream_abort: bool = False
+    trace_id: str | None = None
+    saved: tuple[tuple[str, int], ...] = ()
+    shadow_saved: int = 0
+    ratio: float | None = None
+    prefix_break: str | None = None
+    validation_failures: tuple[str, ...] = ()
+    critical: CriticalItems = NO_ITEMS
     cost_saved: float | None = None
     cost_broken: float | None = None
-    trace_id: str | None = None
 
 
 class Account(msgspec.Struct, frozen=True, gc=False):
