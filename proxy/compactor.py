@@ -7,7 +7,7 @@ serves everyone else meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -21,6 +21,7 @@ from proxy.compaction import Layer
 from proxy.compaction.strategies import ask_for_ages
 from proxy.compaction.summary import sealing
 from proxy.compaction.validation import OPENAI, Rules
+from proxy.conversation import Messages
 from proxy.decisions import NOBODY, Basis, Caller, Decision, Measured, Mode, Wish
 from proxy.errors import Unreadable
 from proxy.events import Events
@@ -31,7 +32,7 @@ from proxy.threads import Threads
 from proxy.tokens.calibration import WIDEST_MARGIN
 from proxy.tokens.chat import ChatRuler
 from proxy.walk import Marks, Policy
-from proxy.windows import Budget, Window, Windows, budget, requested_model
+from proxy.windows import Budget, Window, Windows, budget, kept_as, requested_model
 from proxy.wire import Request, chat_completions, encodings
 from proxy.wire.prefixes import Prefixes
 from proxy.wire.sse import Usage
@@ -44,14 +45,43 @@ RENDERING = 2
 """Bound on how much longer tools are as the upstream renders them than as their JSON."""
 WORST_SLOPE = 2
 """Bound on how many tokens an upstream counts where we count one."""
-MOST_LIMITS = 1024
-"""Combinations of windows and wishes whose limits are kept; clients choose the wishes."""
+MOST_LIMITS, MOST_MARGINS = 1024, 8
+"""Combinations of windows and wishes whose budgets are kept, and how many of each; clients choose the wishes."""
 RETRY_SHARE = 0.95
 """Of a limit that was just exceeded: the second try must not fail by a rounding of ours."""
 UNSTATED_SHARE = 0.5
 """Of what was refused, when the upstream did not say how much it takes."""
 UNKNOWN = 0
 """Stands for a window that is guessed anew with each refusal: checkpoints are found by the window that they were made for."""
+
+
+class _Budgets(dict[float, Budget]):
+    """What a window leaves for requests of one kind, by the margin of their counts; worked out when it is asked for.
+
+    Whose ruler these budgets have is of no account: `by` gives those of a ruler.
+    """
+
+    def __init__(self, window: Window, max_output: int | None, narrowed_to: int | None, marks: Marks) -> None:
+        super().__init__()
+        self._of = partial(
+            budget,
+            window,
+            requested_output=max_output,
+            ruler=tokens.ruler("", {}),
+            trigger=marks.trigger,
+            target=marks.target,
+            narrowed_to=narrowed_to,
+        )
+
+    def __missing__(self, margin: float) -> Budget:
+        if len(self) >= MOST_MARGINS:
+            self.clear()
+        made = self[margin] = self._of(margin=margin)
+        return made
+
+    def by(self, ruler: ChatRuler) -> Budget:
+        """What the requests may weigh as this ruler counts."""
+        return self[ruler.calibration.margin].by(ruler)
 
 
 class Compactor:
@@ -80,12 +110,15 @@ class Compactor:
         self.learned = Learned(windows, upstream)
         self._marks = marks or Marks()
         self._secret = secret
-        self._enabled = enabled
         self._usual: Mode = "shadow" if shadow else "auto"
+        self._unread = {"off": Decision("bypassed", "bypass_header")}
+        """What becomes of requests that are not even read, by what their clients wish."""
+        if not enabled and not shadow:
+            self._unread["auto"] = Decision("none", "disabled")
         self._max_body_bytes = max_body_bytes
         self._cache = chat_completions.MessageCache()
         self._read = partial(chat_completions.read, parse=self._cache.get, prefixes=Prefixes())
-        self._limits: dict[tuple[int, int | None, int | None, float], tuple[Window, Budget]] = {}
+        self._budgets: dict[tuple[Window, int | None, int | None], _Budgets] = {}
         self._threads = Threads(threads)
         digests, layers = Digests(), tuple(layers)
         self._seen = FirstSeen(digests) if ask_for_ages(layers) else None
@@ -104,50 +137,32 @@ class Compactor:
 
         caller: who asks; `narrowed_to` is the window of the same wish.
         """
-        mode = self._usual if wish.mode == "auto" else wish.mode
-        if mode == "off":
-            return Decision("bypassed", "bypass_header")
-        if mode == "auto" and not self._enabled:
-            return Decision("none", "disabled")
-        started = time.perf_counter()
+        if wish.mode in self._unread:
+            return self._unread[wish.mode]
+        started, size = time.perf_counter(), len(body)
         try:
-            if content_encoding or len(body) > INLINE_BODY:
+            if content_encoding or size > INLINE_BODY:
                 request, size = await self._threads.run(partial(self._understand, body, content_encoding))
             else:
-                request, size = self._read(body), len(body)
+                request = self._read(body)
         except Unreadable:
             return Decision("none", "unreadable")
-        asked = path, mode, caller.narrowed_to
-        basis: Basis | None = request.fields.note
-        if basis is not None and basis.asked != asked:
-            basis = None
-        model = requested_model(path, request.model) if basis is None else basis.model
-        window = self.windows.lookup(model, time.monotonic())
-        if window is None and caller.narrowed_to is not None:
-            window = Window(caller.narrowed_to, None, None, "default", None, None, None)
-        messages = request.conversation.messages
+        messages: Messages = request.conversation.messages  # type: ignore[assignment]  # of what was read they are
         if self._seen is not None:
             self._seen.note(caller.credential, messages, time.monotonic())
+        basis: Basis | None = request.fields.note
+        if basis is None or basis.asked != (path, wish) or basis.window is not self.windows.at_hand(basis.kept_as):
+            basis = self._basis(request, path, wish, caller.narrowed_to)
         seconds = {"read": time.perf_counter() - started}
-        if window is None:
+        if basis is None:
+            model = requested_model(path, request.model)
             return Decision("none", "unknown_window", request=request, model=model, seconds=seconds, caller=caller)
-        if basis is None or basis.window is not window:
-            basis = request.fields.note = self._basis(request, asked, model, window)
-        if not request.media and size + MESSAGE_OVERHEAD * len(messages) <= basis.room:
-            known, margin = self.learned.measure(basis.plain, basis.keys[False], messages)
-            aim = self._limit(window, request, caller.narrowed_to, margin)
-            # what is not known is counted while the upstream thinks
-            return Decision(
-                "none", "fits", None, request, model, window, aim, known, known, seconds=seconds, caller=caller, basis=basis
-            )
-        key = basis.keys[request.media]
-        ruler = self.learned.calibrated(basis.plain, key, messages)
-        aim = self._budget(window, request, ruler, caller.narrowed_to)
-        steady = self._budget(window, request, self.learned.steady(basis.plain, key), caller.narrowed_to)
-        measured = Measured(request, model, window, ruler, aim, steady, caller)
-        with sealing(self._seal(caller)):
-            decision = await self._judge(measured, mode)
-        return decision.but(seconds={**seconds, **decision.seconds}, basis=basis)
+        if request.media or size + MESSAGE_OVERHEAD * len(messages) > basis.room:
+            return await self._weigh(request, basis, seconds, caller)
+        known, margin = self.learned.measure(basis.plain, basis.keys[False], messages)
+        model, window, aim = basis.model, basis.window, basis.budgets[margin]
+        # what is not known is counted while the upstream thinks
+        return Decision("none", "fits", None, request, model, window, aim, known, known, seconds, caller, basis)
 
     async def count(self, decision: Decision) -> Decision:
         """The decision with its tokens counted, off the event loop where that takes long."""
@@ -219,14 +234,32 @@ class Compactor:
         plain = encodings.decoded(body, content_encoding, self._max_body_bytes) if content_encoding else body
         return self._read(plain), len(plain)
 
-    def _basis(self, request: Request, asked: tuple[str, Mode, int | None], model: str, window: Window) -> Basis:
-        _, mode, narrowed_to = asked
+    def _basis(self, request: Request, path: str, wish: Wish, narrowed_to: int | None) -> Basis | None:
+        """What the request is decided by, noted for those that come after it; None when nobody knows how much its model holds."""
+        noted: Basis | None = request.fields.note
+        if noted is not None and noted.asked != (path, wish):
+            noted = None
+        model = requested_model(path, request.model) if noted is None else noted.model
+        window = self.windows.lookup(model, time.monotonic())
+        if window is None:
+            if narrowed_to is None:
+                return None
+            window = Window(narrowed_to, None, None, "default", None, None, None)
+        if noted is None or noted.window is not window:
+            noted = request.fields.note = self._new_basis(request, path, wish, narrowed_to, model, window)
+        return noted
+
+    def _new_basis(self, request: Request, path: str, wish: Wish, narrowed_to: int | None, model: str, window: Window) -> Basis:
+        mode, budgets = self._mode(wish), self._budgets_of(window, request, narrowed_to)
         # Bytes alone can prove that a request fits: text has no more tokens than bytes. Media must be counted: they are no text.
-        least = self._limit(window, request, narrowed_to, WIDEST_MARGIN)  # whatever answers have taught
+        least = budgets[WIDEST_MARGIN]  # whatever answers have taught
         most = min(least.trigger, self._events.earliest(least, mode)) // WORST_SLOPE
         room = -1 if mode == "force" else most - RENDERING * sum(map(len, request.fields.values()))
         plain, keys = self.learned.plain_ruler(request, model, window), self.learned.keys(request, model)
-        return Basis(asked, model, window, plain, keys, room)
+        return Basis((path, wish), model, kept_as(model), window, plain, keys, room, budgets)
+
+    def _mode(self, wish: Wish) -> Mode:
+        return self._usual if wish.mode == "auto" else wish.mode
 
     def _ruler(self, decision: Decision, request: Request) -> ChatRuler:
         """Counts as answers have calibrated it by now."""
@@ -235,27 +268,27 @@ class Compactor:
             return self.learned.ruler(request, model, decision.window)
         return self.learned.calibrated(basis.plain, basis.keys[request.media], request.conversation.messages)
 
-    def _budget(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None = None) -> Budget:
-        return self._limit(window, request, narrowed_to, ruler.calibration.margin).by(ruler)
+    def _budget(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None) -> Budget:
+        return self._budgets_of(window, request, narrowed_to).by(ruler)
 
-    def _limit(self, window: Window, request: Request, narrowed_to: int | None, margin: float) -> Budget:
-        """A budget's figures; whose ruler it has is of no account."""
-        key = id(window), request.max_output, narrowed_to, margin
-        known = self._limits.get(key)
-        if known is None or known[0] is not window:
-            made = budget(
-                window,
-                requested_output=request.max_output,
-                ruler=tokens.ruler("", {}),
-                trigger=self._marks.trigger,
-                target=self._marks.target,
-                narrowed_to=narrowed_to,
-                margin=margin,
-            )
-            if len(self._limits) >= MOST_LIMITS:
-                self._limits.clear()
-            known = self._limits[key] = window, made
-        return known[1]
+    def _budgets_of(self, window: Window, request: Request, narrowed_to: int | None) -> _Budgets:
+        key = window, request.max_output, narrowed_to
+        known = self._budgets.get(key)
+        if known is None:
+            if len(self._budgets) >= MOST_LIMITS:
+                self._budgets.clear()
+            known = self._budgets[key] = _Budgets(window, request.max_output, narrowed_to, self._marks)
+        return known
+
+    async def _weigh(self, request: Request, basis: Basis, seconds: Mapping[str, float], caller: Caller) -> Decision:
+        """The decision on a request that must be counted first. seconds: what reading it took."""
+        key, messages = basis.keys[request.media], request.conversation.messages
+        ruler, steady = self.learned.calibrated(basis.plain, key, messages), self.learned.steady(basis.plain, key)
+        budgets = self._budgets_of(basis.window, request, caller.narrowed_to)
+        measured = Measured(request, basis.model, basis.window, ruler, budgets.by(ruler), budgets.by(steady), caller)
+        with sealing(self._seal(caller)):
+            decision = await self._judge(measured, self._mode(basis.asked[1]))
+        return decision.but(seconds={**seconds, **decision.seconds}, basis=basis)
 
     async def _judge(self, measured: Measured, mode: Mode) -> Decision:
         aim, steady = measured.budget, measured.steady

@@ -69,17 +69,20 @@ NOBODY = Caller()
 class Basis(msgspec.Struct, frozen=True):
     """What a request is decided by apart from its messages. It is kept with the fields, which a client sends again each turn.
 
-    asked: (path, mode, narrowed_to) that it holds for; it holds no longer when `window` is not the model's any more. plain: the
-    ruler as no answer has calibrated it. keys: of its calibration, without media and with any. room: bytes of a body, with what
-    its messages add, that plainly fit; none do below 0.
+    asked: (path, wish) that it holds for; it holds no longer when `window` is not the model's any more. kept_as: the name by
+    which that is known. plain: the ruler as no answer has calibrated it. keys: of its calibration, without media and with any.
+    room: bytes of a body, with what its messages add, that plainly fit; none do below 0. budgets: by the margin of the counts;
+    whose ruler they have is of no account.
     """
 
-    asked: tuple[str, Mode, int | None]
+    asked: tuple[str, Wish]
     model: str
+    kept_as: str
     window: Window
     plain: ChatRuler
     keys: tuple[Key, Key]
     room: int
+    budgets: Mapping[float, Budget]
 
 
 # Structs, because one is made for every request, and a frozen dataclass of so many fields takes five times as long to make
@@ -87,10 +90,10 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     """What becomes of one request.
 
     body: the bytes to forward instead of those that came; None: as it came. reason: why nothing was done, or why it failed.
-    before, after: prompt tokens by our count; None where they were not counted (yet). layers: who had a part in `after`.
-    seconds: our own time by phase. prefix_break: why the upstream's prompt cache is of no use from some message on, where that
-    is known: `event`, `edit`, `new_conversation`. rewritten: tokens which it must read anew because of an event.
-    caller: for whom. basis: what else it was decided by, None where that does not matter.
+    before, after: prompt tokens by our count; None where they were not counted (yet). seconds: our own time by phase.
+    caller: for whom. basis: what else it was decided by, None where that does not matter. layers: who had a part in `after`.
+    prefix_break: why the upstream's prompt cache is of no use from some message on, where that is known: `event`, `edit`,
+    `new_conversation`. rewritten: tokens which it must read anew because of an event.
     """
 
     outcome: Outcome
@@ -102,14 +105,14 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     budget: Budget | None = None
     before: int | None = None
     after: int | None = None
+    seconds: Mapping[str, float] = {}
+    caller: Caller = NOBODY
+    basis: Basis | None = None
     result: CompactionResult | None = None
     layers: tuple[str, ...] = ()
     is_event: bool = False
-    seconds: Mapping[str, float] = {}
     prefix_break: str | None = None
     rewritten: int = 0
-    caller: Caller = NOBODY
-    basis: Basis | None = None
 
     @property
     def forwarded(self) -> int | None:

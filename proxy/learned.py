@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from math import ceil
 
 from proxy import overflow, tokens
-from proxy.conversation import Message
+from proxy.conversation import Message, Messages
 from proxy.overflow import Overflow
 from proxy.tokens.calibration import ENOUGH, Calibrator, Key, chain, cold
 from proxy.tokens.chat import ChatRuler
@@ -56,16 +55,20 @@ class Learned:
         key = Key(self._upstream, tokens.bare_name(model), offered)
         return key, key._replace(media=True)
 
-    def measure(self, plain: ChatRuler, key: Key, messages: Sequence[Message]) -> tuple[int | None, float]:
+    def measure(self, plain: ChatRuler, key: Key, messages: Messages) -> tuple[int | None, float]:
         """Tokens of a request as far as look-ups tell (None where there is anything to tokenize), and the margin of such counts.
 
         plain, key: what `plain_ruler` and `keys` say of it.
         """
-        raw = plain.known(messages)
-        if raw is None:
-            return None, self.calibrator.calibration(key).margin
-        line = self.calibrator.calibration(key, chain(messages, plain.around))
-        return ceil(line.tokens(raw)), line.margin
+        noted: tuple[int, list[int]] | None = messages.notes.get(plain.around)
+        if noted is None:
+            raw = plain.known(messages)
+            if raw is None:
+                return None, self.calibrator.calibration(key).margin
+            noted = raw, chain(messages, plain.around)
+            messages.keep(plain.around, noted)
+        raw, marks = noted
+        return self.calibrator.tokens(key, raw, marks)
 
     def refused(self, model: str, refusal: Overflow) -> None:
         """Takes what a refusal says of a model's limit."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from proxy.windows.budgets import Budget, budget, output_reserve
 from proxy.windows.configured import Configured, ConfiguredPrice
 from proxy.windows.discovery import DISCOVERY, Probe, read_gateway, read_info, read_models, read_props, read_running
-from proxy.windows.names import fold, requested_model, spellings, undated
+from proxy.windows.names import fold, kept_as, requested_model, spellings, undated
 from proxy.windows.registry import Description, Fact, Windows
 from proxy.windows.sizes import Price, Source, Window
 from proxy.windows.table import Limits, Table, built_in, read_table
@@ -36,6 +36,7 @@ __all__ = [
     "budget",
     "built_in",
     "fold",
+    "kept_as",
     "output_reserve",
     "read_gateway",
     "read_info",

@@ -21,6 +21,9 @@ LEARNED_FOR: Final = 24 * 3600.0
 NAMES_KEPT: Final = 1_024
 """Models whose learned limit, real name and looked-up window are remembered: clients choose names, memory is ours."""
 
+FOREVER: Final = float("inf")
+"""Until when a window holds that no refusal has narrowed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Learned:
@@ -82,15 +85,24 @@ class Windows:
         self._discovered: dict[str, int] = {}
         self._real_names: dict[str, str] = {}
         self._found: dict[str, tuple[Window | None, float]] = {}
+        self._lasting: dict[str, Window] = {}
+        self.at_hand: Callable[[str], Window | None] = self._lasting.get
+        """What `lookup` says at any time of a name as it is kept (`kept_as`); None where it is to be asked."""
 
     def lookup(self, model: str, now: float) -> Window | None:
         """The window of a model by the surest source, None when no source knows one: such a model passes through."""
-        found = self._found.get(model)  # most names are written as they are kept
-        if found is None:
-            found = self._found.get(kept_as(model))
+        key = kept_as(model)
+        window = self._lasting.get(key)
+        if window is not None:
+            return window
+        found = self._found.get(key)
         if found is None or found[1] <= now:
             found = self._find(model, now)
-            _remember(self._found, kept_as(model), found, NAMES_KEPT)
+            if found[0] is not None and found[1] == FOREVER:
+                self._found.pop(key, None)
+                _remember(self._lasting, key, found[0], NAMES_KEPT)
+            else:
+                _remember(self._found, key, found, NAMES_KEPT)
         return found[0]
 
     def learn(self, model: str, tokens: int, *, exact: bool, now: float, prompt_only: bool = False) -> None:
@@ -105,7 +117,7 @@ class Windows:
         if not exact and held is not None and (held.exact or held.tokens <= tokens):
             return
         _remember(self._learned, kept_as(model), Learned(tokens, exact, prompt_only, now + LEARNED_FOR), NAMES_KEPT)
-        self._found.pop(kept_as(model), None)
+        self._forget(kept_as(model))
 
     def answered(self, model: str, prompt_tokens: int, real: str | None) -> None:
         """The upstream took a prompt of this size and answered, under this name if it told one."""
@@ -119,7 +131,7 @@ class Windows:
         held = self._learned.get(kept_as(model))
         if held is not None and prompt_tokens > held.tokens:
             del self._learned[kept_as(model)]
-            self._found.pop(kept_as(model), None)
+            self._forget(kept_as(model))
 
     def discovered(self, models: Mapping[str, int]) -> None:
         """Take over what the upstream says of its models; names that it no longer lists keep what they had."""
@@ -128,13 +140,14 @@ class Windows:
             for name, tokens in known.items():
                 _remember(self._discovered, name, tokens, DISCOVERED_KEPT)
             self._found.clear()
+            self._lasting.clear()
 
     def answered_as(self, model: str, real: str) -> None:
         """Remember which model answered to a name: an Azure deployment, or a gateway's alias."""
         key, name = kept_as(model), real[:NAME_LIMIT]
         if name and kept_as(name) != key and self._real_names.get(key) != name:
             _remember(self._real_names, key, name, NAMES_KEPT)
-            self._found.pop(key, None)
+            self._forget(key)
 
     def learned(self, now: float) -> dict[str, int]:
         """The limits learned from refusals that still count, by model."""
@@ -174,10 +187,15 @@ class Windows:
             return ()
         return DISCOVERY[1:]
 
+    def _forget(self, key: str) -> None:
+        """Have it found anew."""
+        self._found.pop(key, None)
+        self._lasting.pop(key, None)
+
     def _find(self, model: str, now: float) -> tuple[Window | None, float]:
         """The window and until when it may be remembered."""
         configured, limits, held = self._settings.of(self._also(model)), self._limits(model), self._live(model, now)
-        until = held.until if held else float("inf")
+        until = held.until if held else FOREVER
         tokens, source = self._stated(model, configured, limits)
         max_input = limits.max_input if limits and tokens == limits.window else None
         if held and source != "config":

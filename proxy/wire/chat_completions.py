@@ -68,11 +68,20 @@ def read(body: bytes, parse: Callable[[bytes], Message] | None = None, prefixes:
 
     Raises Unreadable, and then the body goes on as it came.
     """
+    known = prefixes.find(body) if prefixes is not None else None
+    if prefixes is None or known is None:
+        return _read_whole(body, parse or read_message, prefixes)
+    if len(body) == known.size and body.endswith(known.rest):
+        if prefixes.newest is not known:
+            prefixes.used(known)
+        return known.request
     parse = parse or read_message
-    if prefixes is not None and (known := prefixes.find(body)) is not None:
-        request = _read_on(body, known, parse, prefixes)
-        if request is not None:
-            return request
+    request = _read_on(body, known, parse, prefixes)
+    return _read_whole(body, parse, prefixes) if request is None else request
+
+
+def _read_whole(body: bytes, parse: Callable[[bytes], Message], prefixes: Prefixes | None) -> Request:
+    """The same for one whose beginning is not known. Raises Unreadable."""
     fields = slices.split_object(body)
     raw_messages = fields.get("messages")
     if raw_messages is None or raw_messages[:1] != b"[":
@@ -112,14 +121,10 @@ def _grown(known: Known, items: Iterable[bytes], parse: Callable[[bytes], Messag
 
 
 def _read_on(body: bytes, known: Known, parse: Callable[[bytes], Message], prefixes: Prefixes) -> Request | None:
-    """What a body says whose beginning is known; None where only the whole of it can tell."""
+    """What another body says whose beginning is known; None where only the whole of it can tell."""
     start, stop = len(known.prefix), len(body) - len(known.rest)
     if start > stop or not body.endswith(known.rest):
         return _read_rest(body, known, parse, prefixes)
-    if start == stop:
-        if prefixes.newest is not known:
-            prefixes.used(known)
-        return known.request
     # It ends as the one before did: when what is new between the two is more messages, all else is said again.
     new = body[start:stop].strip(_SPACE)
     try:
@@ -169,7 +174,7 @@ def _read_rest(body: bytes, known: Known, parse: Callable[[bytes], Message], pre
 def _keep(body: bytes, stop: int, known: Known, messages: Messages, request: Request, prefixes: Prefixes) -> None:
     """Remember the history that grew from a known one. stop: where its messages end, or the space after them."""
     prefix = body[:stop].rstrip(_SPACE)
-    prefixes.keep(Known(prefix, known.fields, body[len(prefix) :], messages, request), instead_of=known)
+    prefixes.keep(Known(prefix, known.fields, body[len(prefix) :], messages, request, len(body)), instead_of=known)
 
 
 def _learn(body: bytes, raw_messages: bytes, messages: Messages, request: Request, prefixes: Prefixes) -> None:
@@ -185,7 +190,7 @@ def _learn(body: bytes, raw_messages: bytes, messages: Messages, request: Reques
         return
     if fields.popitem() == ("messages", b"[]"):  # it stands last unless it stood there before
         cut = start + len(raw_messages[:-1].rstrip(_SPACE))
-        prefixes.keep(Known(body[:cut], fields, body[cut:], messages, request))
+        prefixes.keep(Known(body[:cut], fields, body[cut:], messages, request, len(body)))
 
 
 _SPACE = b" \t\n\r"

@@ -33,6 +33,7 @@ class Known(msgspec.Struct, frozen=True, eq=False):
     """The beginning of a body, up to the end of a message. fields: those that stand before the messages.
 
     rest: what came after it, and the request that this came to: most turns of a conversation end as the one before.
+    size: bytes of both together.
     """
 
     prefix: bytes
@@ -40,6 +41,7 @@ class Known(msgspec.Struct, frozen=True, eq=False):
     rest: bytes
     messages: Messages
     request: Request
+    size: int
 
     def __repr__(self) -> str:
         return f"Known({len(self.messages)} messages)"  # what a client said is shown to nobody
