@@ -58,7 +58,7 @@ UNKNOWN = 0
 class _Budgets(dict[float, Budget]):
     """What a window leaves for requests of one kind, by the margin of their counts; worked out when it is asked for.
 
-    Whose ruler these budgets have is of no account: `by` gives those of a ruler.
+    Whose ruler these budgets have is of no account.
     """
 
     def __init__(self, window: Window, max_output: int | None, narrowed_to: int | None, marks: Marks) -> None:
@@ -78,10 +78,6 @@ class _Budgets(dict[float, Budget]):
             self.clear()
         made = self[margin] = self._of(margin=margin)
         return made
-
-    def by(self, ruler: ChatRuler) -> Budget:
-        """What the requests may weigh as this ruler counts."""
-        return self[ruler.calibration.margin].by(ruler)
 
 
 class Compactor:
@@ -160,9 +156,21 @@ class Compactor:
         if request.media or size + MESSAGE_OVERHEAD * len(messages) > basis.room:
             return await self._weigh(request, basis, seconds, caller)
         known, margin = self.learned.measure(basis.plain, basis.keys[False], messages)
-        model, window, aim = basis.model, basis.window, basis.budgets[margin]
         # what is not known is counted while the upstream thinks
-        return Decision("none", "fits", None, request, model, window, aim, known, known, seconds, caller, basis)
+        return Decision(
+            "none",
+            "fits",
+            None,
+            request,
+            basis.model,
+            basis.window,
+            basis.budgets[margin],
+            known,
+            known,
+            seconds,
+            caller,
+            basis,
+        )
 
     async def count(self, decision: Decision) -> Decision:
         """The decision with its tokens counted, off the event loop where that takes long."""
@@ -269,7 +277,7 @@ class Compactor:
         return self.learned.calibrated(basis.plain, basis.keys[request.media], request.conversation.messages)
 
     def _budget(self, window: Window, request: Request, ruler: ChatRuler, narrowed_to: int | None) -> Budget:
-        return self._budgets_of(window, request, narrowed_to).by(ruler)
+        return _by(ruler, self._budgets_of(window, request, narrowed_to))
 
     def _budgets_of(self, window: Window, request: Request, narrowed_to: int | None) -> _Budgets:
         key = window, request.max_output, narrowed_to
@@ -284,8 +292,8 @@ class Compactor:
         """The decision on a request that must be counted first. seconds: what reading it took."""
         key, messages = basis.keys[request.media], request.conversation.messages
         ruler, steady = self.learned.calibrated(basis.plain, key, messages), self.learned.steady(basis.plain, key)
-        budgets = self._budgets_of(basis.window, request, caller.narrowed_to)
-        measured = Measured(request, basis.model, basis.window, ruler, budgets.by(ruler), budgets.by(steady), caller)
+        aim, lasting = _by(ruler, basis.budgets), _by(steady, basis.budgets)
+        measured = Measured(request, basis.model, basis.window, ruler, aim, lasting, caller)
         with sealing(self._seal(caller)):
             decision = await self._judge(measured, self._mode(basis.asked[1]))
         return decision.but(seconds={**seconds, **decision.seconds}, basis=basis)
@@ -304,6 +312,11 @@ class Compactor:
         apart = decision.seconds
         compacting = time.perf_counter() - counted - sum(apart.values())
         return decision.but(seconds={"count": counted - started, "compact": compacting, **apart})
+
+
+def _by(ruler: ChatRuler, budgets: Mapping[float, Budget]) -> Budget:
+    """What a request may weigh as this ruler counts."""
+    return budgets[ruler.calibration.margin].by(ruler)
 
 
 def _window_after(refused: Overflow, forwarded: int, decision: Decision) -> Window:

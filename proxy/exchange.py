@@ -96,14 +96,15 @@ def _where(error: BaseException) -> list[str]:
 def record_of(exchange: Exchange) -> RequestRecord:
     decision, usage = exchange.decision, exchange.usage
     started, upstream_seconds, code = exchange.started, exchange.upstream_seconds, exchange.status
-    before, after, budget = decision.before, decision.after, decision.budget
+    before, after = decision.before, decision.after
+    usable = decision.budget.usable if decision.budget is not None else None
     request, reported = decision.request, usage.prompt
     duration = time.perf_counter() - started
     stream = request is not None and request.stream
     forwarded = before if decision.body is None else after
-    fill_before = fill_after = before / budget.usable if before is not None and budget is not None else None
+    fill_before = fill_after = before / usable if usable and before is not None else None
     if after != before:
-        fill_after = after / budget.usable if after is not None and budget is not None else None
+        fill_after = after / usable if usable and after is not None else None
     # by their places: with names it takes five times as long
     record = RequestRecord(
         exchange.endpoint,
@@ -118,6 +119,8 @@ def record_of(exchange: Exchange) -> RequestRecord:
         forwarded,
         decision.outcome,
         decision.reason,
+        decision.window,
+        usable,
         fill_before,
         fill_after,
         reported,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from math import ceil
 
 from proxy import overflow, tokens
 from proxy.conversation import Message, Messages
@@ -68,7 +69,8 @@ class Learned:
             noted = raw, chain(messages, plain.around)
             messages.keep(plain.around, noted)
         raw, marks = noted
-        return self.calibrator.tokens(key, raw, marks)
+        line, known = self.calibrator.line(key, marks)
+        return ceil(line.tokens(raw) if known is None else line.tokens_after(known, raw)), line.margin
 
     def refused(self, model: str, refusal: Overflow) -> None:
         """Takes what a refusal says of a model's limit."""
@@ -80,15 +82,16 @@ class Learned:
 
         key: of its request. counted, reported: tokens of the whole request by our count and by theirs. real: the model's name.
         """
-        new = not self.calibrator.says_all(key, counted, reported)
-        if new:
-            if self._seems_truncated(key, counted, reported):
-                self.windows.learn(model, reported, exact=False, now=time.monotonic())
-                return False
-        elif self._short_answers:
-            self._short_answers.pop(key.model, None)
+        if self.calibrator.says_all(key, counted, reported):
+            if self._short_answers:
+                self._short_answers.pop(key.model, None)
+            self.windows.answered(model, reported, real)
+            return False
+        if self._seems_truncated(key, counted, reported):
+            self.windows.learn(model, reported, exact=False, now=time.monotonic())
+            return False
         self.windows.answered(model, reported, real)
-        return new
+        return True
 
     def observed(self, plain: ChatRuler, key: Key, messages: Sequence[Message], reported: int) -> None:
         """Takes what an answer says of how the upstream counts. messages: as they were forwarded."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import repeat
-from operator import call
+from itertools import groupby, repeat
+from operator import attrgetter, call
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +29,8 @@ __all__ = ["ANY", "CHAT", "COMPACT", "Account", "Metrics", "ModelNames", "Reques
 
 TOGETHER = 64
 """Requests that are entered at once."""
+SIZES = attrgetter("model", "window", "usable")
+"""What a request says of its model."""
 RECENT = 50
 """Events that `/stats` remembers."""
 
@@ -58,6 +60,8 @@ class Metrics:
         self._tally = Tally()
         self._requests = RequestMetrics(self._tally, self.models, self.timed)
         self._inflight = self._requests.inflight
+        self.serving = self._requests.serving
+        """How many requests of each endpoint are being served now: for the event loop's own thread to count up and down."""
         self._make_summary_and_store_metrics()
         self._make_process_metrics(version)
         self._waiting: deque[RequestRecord] = deque()
@@ -129,17 +133,35 @@ class Metrics:
         with self._tally.lock:
             self._enter_waiting()
             self._requests.enter_one(record)
+            self._note_windows((record,))
             if record.outcome in OUTCOMES:
                 self._remember(record)
 
     def _enter_all(self) -> None:
         with self._tally.lock:
             self._enter_waiting()
+            self._requests.show_serving()
 
     def _enter_waiting(self) -> None:
         if self._waiting:
             # one by one out of the queue, as other threads put theirs in meanwhile
-            self._requests.enter(list(map(call, repeat(self._waiting.popleft, len(self._waiting)))))
+            records = list(map(call, repeat(self._waiting.popleft, len(self._waiting))))
+            self._requests.enter(records)
+            self._note_windows(records)
+
+    def _note_windows(self, records: Sequence[RequestRecord]) -> None:
+        """What requests say of their models, the newest last: most say the same as the one before."""
+        for (model, window, usable), _ in groupby(map(SIZES, records)):
+            if model is not None and window is not None and usable is not None:
+                self._note_window(model, window.tokens, usable)
+
+    def _note_window(self, model: str, window: int, budget: int) -> None:
+        if self._told_windows.get(model) == (window, budget):  # most names are their own label
+            return
+        label = self.models[model]
+        self._told_windows[label] = window, budget
+        self._window.set((label,), window)
+        self._budget.set((label,), budget)
 
     def _remember(self, record: RequestRecord) -> None:
         account = account_of(record)
@@ -159,16 +181,9 @@ class Metrics:
         return self._inflight.get(endpoint) or self._inflight[ANY]
 
     def set_window(self, model: str, window: int, budget: int) -> None:
-        """What a model can hold and what a request to it may weigh, in tokens. Told with each request, rarely new."""
-        if self._told_windows.get(model) == (window, budget):  # most names are their own label
-            return
-        label = self.models[model]
-        if self._told_windows.get(label) == (window, budget):
-            return
-        self._told_windows[label] = window, budget
+        """What a model can hold and what a request to it may weigh, in tokens."""
         with self._tally.lock:
-            self._window.set((label,), window)
-            self._budget.set((label,), budget)
+            self._note_window(model, window, budget)
 
     def observe_summary(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from proxy.compaction import CompactionResult, CriticalItems
+from proxy.windows import Window
 
 CHAT, COMPACT, ANY = "/chat/completions", "/v1/compact", "/{path}"
 ENDPOINTS = (CHAT, COMPACT, ANY)
@@ -42,7 +43,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     received, forwarded: prompt tokens by our own count, None when nothing was counted; saved: (layer, tokens), net.
     outcome: none, applied, reused, rejected, failed, shadow or bypassed. shadow_saved: tokens that shadow mode would have saved.
     passthrough: why the body went on as it came; of no account when it did not. ratio: tokens after / before of one event.
-    fill_before, fill_after: share of the usable window. validation_failures: one rule for each failure.
+    window, usable: what the model can hold, and what the request might weigh, None where either is not known.
+    fill_before, fill_after: share of what is usable. validation_failures: one rule for each failure.
     usage_*: tokens that the upstream reported. cost_saved: US dollars, None when the price is unknown. cost_broken: those that
     the upstream's prompt cache would have saved, had an event not broken it.
     """
@@ -59,6 +61,8 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     forwarded: int | None = None
     outcome: str = "none"
     passthrough: str | None = None
+    window: Window | None = None
+    usable: int | None = None
     fill_before: float | None = None
     fill_after: float | None = None
     usage_input: int | None = None

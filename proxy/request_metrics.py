@@ -29,7 +29,7 @@ from proxy.records import (
     RequestRecord,
     settle,
 )
-from proxy.tally import Child, Counter, Gauge, Histogram, Key, Tally
+from proxy.tally import Child, Counter, Histogram, Key, Tally
 
 LONG = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FIRST_CHUNK = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 40, 80)
@@ -85,17 +85,14 @@ class _Row:
 class _InFlight:
     """`with` it, a request of one endpoint counts as being served."""
 
-    def __init__(self, gauge: Gauge, endpoint: str) -> None:
-        self._values, self._key = gauge.values, (endpoint,)
-        gauge.begin(self._key)
-
-    # without the lock: only the event loop's own thread does this, and it has to add up with no other metric
+    def __init__(self, serving: dict[str, int], endpoint: str) -> None:
+        self._serving, self._endpoint = serving, endpoint
 
     def __enter__(self) -> None:
-        self._values[self._key] += 1
+        self._serving[self._endpoint] += 1
 
     def __exit__(self, *_: object) -> None:
-        self._values[self._key] -= 1
+        self._serving[self._endpoint] -= 1
 
 
 class RequestMetrics:
@@ -113,7 +110,9 @@ class RequestMetrics:
         self._rows: dict[tuple[str, str, str, bool], _Row] = {}  # by label, which are few
         self._phases = {phase: self._overhead.child(phase) for phase in PHASES}
         self._other_phase = self._overhead.child(OTHER)
-        self.inflight = {name: _InFlight(self._inflight, name) for name in ENDPOINTS}
+        # without the lock: only the event loop's own thread counts these, and they have to add up with no other metric
+        self.serving = dict.fromkeys(ENDPOINTS, 0)
+        self.inflight = {name: _InFlight(self.serving, name) for name in ENDPOINTS}
 
     def _counter(self, name: str, told: str, *labels: str) -> Counter:
         return self._tally.counter(f"compaction_{name}", told, *labels)
@@ -198,6 +197,11 @@ class RequestMetrics:
             self._events.begin(*((model, outcome) for outcome in OUTCOMES))
             self._overflows.begin(*((model, result) for result in OVERFLOWS))
             self._usage.begin((model, "input"), (model, "output"))
+
+    def show_serving(self) -> None:
+        """Shows how many requests are being served at this moment."""
+        for endpoint, many in self.serving.items():
+            self._inflight.set((endpoint,), float(many))
 
     def enter(self, records: Sequence[RequestRecord]) -> None:
         """Takes requests into every metric that they touch. Names of models get their labels in the order of the records."""

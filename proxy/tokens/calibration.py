@@ -10,7 +10,6 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, repeat
-from math import ceil
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,8 +86,9 @@ class Calibration(msgspec.Struct, frozen=True):
         """What the upstream would count where we count this many."""
         return max(self.slope * count + self.offset, self.least * count)
 
-    def tokens_after(self, count: float, estimated: int, reported: int) -> float:
-        """The same by `through(estimated, reported)`, which need not be made for it."""
+    def tokens_after(self, known: tuple[int, int], count: float) -> float:
+        """The same by `through(*known)`, which need not be made for it."""
+        estimated, reported = known
         offset = reported - self.slope * estimated
         tokens = self.slope * count + offset
         return tokens if offset >= 0 else max(tokens, reported / estimated * count)
@@ -174,33 +174,21 @@ class Calibrator:
 
     def calibration(self, key: Key, prefixes: Sequence[int] = ()) -> Calibration:
         """The line for a request. prefixes: its `chain`; the longest one that was answered before is the anchor."""
-        key = _bounded(key)
-        learned, known = self._learned(key), self._anchor(key, prefixes)
-        return learned if known is None else learned.through(*known)
+        line, known = self.line(key, prefixes)
+        return line if known is None else line.through(*known)
 
-    def tokens(self, key: Key, count: int, prefixes: Sequence[int]) -> tuple[int, float]:
-        """What the line for a request makes of our count of it, and its margin: those of its `calibration`, which need not be
-        made for it."""
+    def line(self, key: Key, prefixes: Sequence[int] = ()) -> tuple[Calibration, tuple[int, int] | None]:
+        """The line of a key, and the anchor of a request through which its own goes: our count and theirs, if there is one."""
         line = self._lines.get(key)
-        learned = line.fitted if line is not None else None
-        if learned is None:
+        if line is None:
             key = _bounded(key)
-            learned = self._learned(key)
-        known = self._anchor(key, prefixes)
-        return ceil(learned.tokens(count) if known is None else learned.tokens_after(count, *known)), learned.margin
-
-    def _learned(self, key: Key) -> Calibration:
-        """The line of a key."""
-        line = self._lines.get(key)
-        return cold(key.model) if line is None else _fitted(key, line)
-
-    def _anchor(self, key: Key, prefixes: Sequence[int]) -> tuple[int, int] | None:
-        """(our count, theirs) of the longest prefix that was answered before."""
+            line = self._lines.get(key)
+        learned = cold(key.model) if line is None else line.fitted or _fitted(key, line)
         at = next(filter(self._anchors.__contains__, zip(repeat(key), reversed(prefixes))), None)
         if at is None:
-            return None
+            return learned, None
         self._anchors.move_to_end(at)
-        return self._anchors[at]
+        return learned, self._anchors[at]
 
     def observe(self, key: Key, estimated: int, reported: int, *, prefixes: Sequence[int] = ()) -> bool:
         """Learn from one answer; False when it was refused.
