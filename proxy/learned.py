@@ -85,7 +85,8 @@ class Learned:
         if self.calibrator.says_all(key, counted, reported):
             if self._short_answers:
                 self._short_answers.pop(key.model, None)
-            self.windows.answered(model, reported, real)
+            if (model, real) not in self.windows.heard:
+                self.windows.answered(model, reported, real)
             return False
         if self._seems_truncated(key, counted, reported):
             self.windows.learn(model, reported, exact=False, now=time.monotonic())

@@ -88,6 +88,8 @@ class Windows:
         self._lasting: dict[str, Window] = {}
         self.at_hand: Callable[[str], Window | None] = self._lasting.get
         """What `lookup` says at any time of a name as it is kept (`kept_as`); None where it is to be asked."""
+        self.heard: set[tuple[str, str | None]] = set()
+        """(model, real name) of answers that `answered` takes nothing from when they come again."""
 
     def lookup(self, model: str, now: float) -> Window | None:
         """The window of a model by the surest source, None when no source knows one: such a model passes through."""
@@ -117,14 +119,19 @@ class Windows:
         if not exact and held is not None and (held.exact or held.tokens <= tokens):
             return
         _remember(self._learned, kept_as(model), Learned(tokens, exact, prompt_only, now + LEARNED_FOR), NAMES_KEPT)
+        self.heard.clear()
         self._forget(kept_as(model))
 
     def answered(self, model: str, prompt_tokens: int, real: str | None) -> None:
         """The upstream took a prompt of this size and answered, under this name if it told one."""
-        if self._learned:
-            self.accepted(model, prompt_tokens)
         if real and real != model and self._real_names.get(model) != real:  # most answers say the same again
             self.answered_as(model, real)
+        if self._learned:
+            self.accepted(model, prompt_tokens)
+        elif len(model) <= NAME_LIMIT and len(real or "") <= NAME_LIMIT:
+            if len(self.heard) >= NAMES_KEPT:
+                self.heard.clear()
+            self.heard.add((model, real))
 
     def accepted(self, model: str, prompt_tokens: int) -> None:
         """The upstream took a prompt of this size: forget a learned limit that says it cannot."""
@@ -148,6 +155,7 @@ class Windows:
         if name and kept_as(name) != key and self._real_names.get(key) != name:
             _remember(self._real_names, key, name, NAMES_KEPT)
             self._forget(key)
+            self.heard.clear()
 
     def learned(self, now: float) -> dict[str, int]:
         """The limits learned from refusals that still count, by model."""

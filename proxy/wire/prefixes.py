@@ -48,7 +48,7 @@ class Known(msgspec.Struct, frozen=True, eq=False):
 
 
 _Alike = dict[bytes, list[Known]]
-"""Histories by the bytes at one landmark."""
+"""Histories by the bytes at one landmark, the longest first."""
 _Place = tuple[int, int, _Alike]
 """Where a landmark begins and ends, and what is found by it."""
 
@@ -70,14 +70,11 @@ class Prefixes:
 
     def find(self, body: bytes) -> Known | None:
         """The longest known history that the body begins with."""
-        longest = None
         for start, stop, alike in self._within[bisect_right(self._ends, len(body))]:
             for known in alike.get(body[start:stop], ()):
-                if body.startswith(known.prefix) and (longest is None or len(known.prefix) > len(longest.prefix)):
-                    longest = known
-            if longest is not None:
-                break
-        return longest
+                if body.startswith(known.prefix):
+                    return known
+        return None
 
     def keep(self, known: Known, instead_of: Known | None = None) -> None:
         """Remember a history; the one that it grew from goes."""
@@ -93,11 +90,10 @@ class Prefixes:
             self._known[known] = alike, landmark, weight
             self.newest = known
             # a new list, because `find` reads without the lock
-            together = [known, *alike.get(landmark, ())]
-            alike[landmark] = together[:MOST_ALIKE]
+            together = alike[landmark] = sorted([known, *alike.get(landmark, ())], key=_length, reverse=True)
             self._size += weight
-            for surplus in together[MOST_ALIKE:]:
-                self._forget(surplus)
+            if len(together) > MOST_ALIKE:
+                self._forget(next(filter(set(together).__contains__, self._known)))
             while self._size > self._limit:
                 self._forget(next(iter(self._known)))
 
@@ -121,6 +117,10 @@ class Prefixes:
             alike[landmark] = others
         else:
             alike.pop(landmark, None)
+
+
+def _length(known: Known) -> int:
+    return len(known.prefix)
 
 
 def _weight(known: Known) -> int:
