@@ -39,7 +39,8 @@ def raised(kind: type[BaseException]) -> BaseException:
 
 PARTS: dict[str, Callable[[Any, Any], None]] = {
     "reading": lambda compactor, fails: setattr(compactor, "_read", fails),
-    "measuring": lambda compactor, fails: setattr(compactor, "_budget", fails),
+    "knowing the model": lambda compactor, fails: setattr(compactor, "_basis", fails),
+    "measuring": lambda compactor, fails: setattr(compactor, "_weigh", fails),
     "judging": lambda compactor, fails: setattr(compactor, "_judge", fails),
     "fitting": lambda compactor, fails: setattr(compactor._events, "fit", fails),
     "counting": lambda compactor, fails: setattr(compactor._threads, "total", fails),
@@ -70,7 +71,9 @@ async def failing(upstream: Toxic, kind: type[BaseException], part: str) -> Asyn
     assert reached  # else it would show nothing
 
 
-@pytest.mark.parametrize("part", ["reading", "measuring", "judging", "fitting", "counting", "off the loop", "an answer"])
+@pytest.mark.parametrize(
+    "part", ["reading", "knowing the model", "measuring", "judging", "fitting", "counting", "off the loop", "an answer"]
+)
 @pytest.mark.parametrize("kind", FAILURES)
 async def test_whatever_raises_the_request_gets_its_answer(
     kind: type[BaseException], part: str, capfd: pytest.CaptureFixture[str]
