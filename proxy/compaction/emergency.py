@@ -7,8 +7,10 @@ Instructions and the user's last words are never touched.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from proxy.compaction import summary
 from proxy.compaction.autocompact import folded
@@ -24,6 +26,7 @@ from proxy.windows import Budget
 Stage = Callable[[Conversation, Budget, bool], Conversation]
 """One way of making it smaller; the flag says that the newest message is output (an observation)."""
 _LEAST = 8  # tokens: in fewer nothing can be said of a result but its length
+_CUT = re.compile(r"\[[\d,]+ characters cut\]")  # what a result was cut to: the length of that is no news
 _MEDIA = frozenset({"image", "audio", "file"})
 
 
@@ -127,7 +130,10 @@ def _drop_history(conversation: Conversation, budget: Budget, live_output: bool)
 
 
 def _cut_results(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
-    """Tool results that are left share what is left of the room; the small ones stay whole."""
+    """Tool results that are left share what is left of the room; the small ones stay whole.
+
+    Some cost more in their batch than alone: then they are cut again, into as much less, until it fits or nothing is left.
+    """
     ruler = budget.ruler
     # The last user message may be an observation: it is only cut where it is what has just come in.
     live = [(output.index, output.message) for output in outputs(conversation) if output.step != conversation.last_user]
@@ -135,25 +141,22 @@ def _cut_results(conversation: Conversation, budget: Budget, live_output: bool) 
         live.append((len(conversation.messages) - 1, conversation.messages[-1]))
     sizes = [ruler.message(message) for _, message in live]
     room = max(0, budget.usable - (ruler.total(conversation.messages) - sum(sizes)))
-    cap = _level(sizes, room)
-    messages = list(conversation.messages)
-    for (index, message), size in zip(live, sizes, strict=True):
-        if size > cap:
-            messages[index] = _shortest(message, cap, ruler)
+    for times in count():
+        cap = _level(sizes, room)
+        messages = list(conversation.messages)
+        for (index, message), size in zip(live, sizes, strict=True):
+            if size > cap:
+                messages[index] = _shortest(message, cap, ruler)
+        excess = ruler.total(messages) - budget.usable
+        if excess <= 0 or room == 0:
+            break
+        room = max(0, room - (excess << times))
     return conversation.with_messages(messages)
 
 
-def _cut_results_further(conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
-    """Results of one batch may cost more together than each alone: into less and less room, until it fits."""
-    made = conversation
-    for share in (0.75, 0.5, 0.25, 0):
-        made = _cut_results(conversation, replace(budget, usable=int(share * budget.usable)), live_output)
-        if budget.ruler.total(made.messages) <= budget.usable:
-            break
-    return made
-
-
 def _shortest(message: Message, cap: int, ruler: Ruler) -> Message:
+    if _CUT.fullmatch(message.text) is not None:
+        return message
     shorter = capped(message, cap, ruler) if cap >= _LEAST else message
     if ruler.message(shorter) <= cap:
         return shorter
@@ -226,14 +229,7 @@ def _each(conversation: Conversation, change: Callable[[int, Message], Message])
     return conversation.with_messages(messages)
 
 
-_LIVE: tuple[Stage, ...] = (
-    _cut_results,
-    _cut_all_arguments,
-    _without_reasoning,
-    _without_media,
-    _cut_words,
-    _cut_results_further,
-)
+_LIVE: tuple[Stage, ...] = (_cut_results, _cut_all_arguments, _without_reasoning, _without_media, _cut_words)
 _STAGES: tuple[Stage, ...] = (
     _without_old_media,
     _fold_some,

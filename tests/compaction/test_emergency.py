@@ -212,3 +212,28 @@ def test_results_of_a_batch_that_cost_more_together_than_alone_are_cut_until_the
     assert made.messages[1].text.startswith('[{"id":0,"state":"ok","value":0.5}')
     assert len(made.messages[1].text) > 200
     assert made.messages[2:] == conversation.messages[2:]
+
+
+def test_of_a_batch_beside_long_instructions_no_more_is_cut_than_is_too_much(talk: Talk, room: Room) -> None:
+    rows = "[" + ", ".join(f'{{"id": {i}, "state": "ok", "value": {i}.5}}' for i in range(22)) + "]"
+    calls = [call(name, "write", path="app/a.py", content=prose(300)) for name in "abc"]
+    system = {"role": "system", "content": prose(6_000)}
+    conversation = talk([system, assistant(None, *calls), tool("a", rows), tool("b", "[]"), tool("c", "")])
+    budget = room(room(1).ruler.total(conversation.messages) - 15)
+
+    made = Emergency().apply(conversation, budget)
+
+    assert budget.ruler.total(made.messages) <= budget.usable
+    assert len(made.messages[2].text) > 200
+    assert made.messages[1] is conversation.messages[1]
+
+
+def test_of_a_result_cut_to_nothing_the_length_that_it_had_is_told_however_often_it_is_cut(talk: Talk, room: Room) -> None:
+    calls = [call("a", "bash", command="cat a"), call("b", "bash", command="cat b")]
+    conversation = talk([user("Go."), assistant(None, *calls), tool("a", "ab " * 900_000), tool("b", "cd " * 40_000)])
+
+    made = Emergency().apply(conversation, room(1))
+
+    assert [message.text for message in made.messages[2:]] == ["[2,700,000 characters cut]", "[120,000 characters cut]"]
+    assert Emergency().apply(made, room(1)) is made
+    assert floor(conversation, room(1)) == room(1).ruler.total(made.messages)
