@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 from proxy.compaction import summary
@@ -25,6 +26,8 @@ from proxy.windows import Budget
 
 Stage = Callable[[Conversation, Budget, bool], Conversation]
 """One way of making it smaller; the flag says that the newest message is output (an observation)."""
+Way = Callable[[Budget], Conversation]
+"""Stages after one another, for a budget, until what they make fits."""
 _LEAST = 8  # tokens: in fewer nothing can be said of a result but its length
 _CUT = re.compile(r"\[[\d,]+ characters cut\]")  # what a result was cut to: the length of that is no news
 _MEDIA = frozenset({"image", "audio", "file"})
@@ -39,29 +42,27 @@ class Emergency:
         return "emergency"
 
     def apply(self, conversation: Conversation, budget: Budget) -> Conversation:
-        return self.rescue(conversation, budget, newest_is_observation(conversation))
-
-    def rescue(self, conversation: Conversation, budget: Budget, newest_is_output: bool) -> Conversation:
-        """The first of the `ways` that fits, else the smallest."""
+        """The first of its `ways` that fits, else the smallest."""
         tried: list[tuple[int, Conversation]] = []
-        for made in self.ways(conversation, budget, newest_is_output):
+        for way in self.ways(conversation, newest_is_observation(conversation)):
+            made = way(budget)
             size = budget.ruler.total(made.messages)
             if size <= budget.usable:
                 return made
             tried.append((size, made))
-        return min(tried, key=lambda way: way[0])[1]
+        return min(tried, key=lambda made: made[0])[1]
 
-    def ways(self, conversation: Conversation, budget: Budget, newest_is_output: bool) -> Iterator[Conversation]:
+    def ways(self, conversation: Conversation, newest_is_output: bool) -> tuple[Way, ...]:
         """What can be made of it, the gentlest first; the last is as small as it gets. Whoever asks takes the first that does.
 
         newest_is_output: of the conversation as it came; with the history folded nobody can tell.
         """
-        yield _through(_STAGES, conversation, budget, newest_is_output)
         # Folding is gentle, but where there is hardly any room the summary itself may be too much: then without one.
-        yield _through((_drop_history, *_LIVE), conversation, budget, newest_is_output)
+        ways = (_STAGES, (_drop_history, *_LIVE))
+        return tuple(partial(_through, stages, conversation, newest_is_output) for stages in ways)
 
 
-def _through(stages: Sequence[Stage], conversation: Conversation, budget: Budget, live_output: bool) -> Conversation:
+def _through(stages: Sequence[Stage], conversation: Conversation, live_output: bool, budget: Budget) -> Conversation:
     """The conversation after the first stages that make it fit."""
     best, smallest = conversation, budget.ruler.total(conversation.messages)
     for stage in stages:

@@ -13,7 +13,7 @@ from proxy.compaction import CompactionResult, CriticalItems, Layer, LayerReport
 from proxy.compaction.autocompact import AutoCompact
 from proxy.compaction.collapse import ContextCollapse
 from proxy.compaction.collapse import repair as mend
-from proxy.compaction.emergency import Emergency, floor
+from proxy.compaction.emergency import Emergency, Way, floor
 from proxy.compaction.folding import gaps_closed, in_turns, moved_to_gaps
 from proxy.compaction.merging import Auto, Digested, MergedTurns
 from proxy.compaction.outputs import newest_is_observation
@@ -263,7 +263,7 @@ class _Event:
         sources = (begin,) if begin is self._came else (begin, self._came)
         allowed: list[tuple[int, Conversation]] = []
         refused: Conversation | None = None
-        for made in (self._turned(way, folded=True) for source in sources for way in layer.ways(source, budget, live)):
+        for made in (self._sent(way, budget) for source in sources for way in layer.ways(source, live)):
             size = budget.ruler.total(made.messages)
             if self._broken(made, layer) is not None or self._is_longer(made):
                 refused = refused or made
@@ -272,6 +272,16 @@ class _Event:
             else:
                 allowed.append((size, made))
         return min(allowed, key=lambda way: way[0])[1] if allowed else refused or begin
+
+    def _sent(self, way: Way, budget: Budget) -> Conversation:
+        """What this way makes, as it would be sent: where only the lines that keep the turns are too much, with room for them."""
+        made = way(budget)
+        sent = self._turned(made, folded=True)
+        size, room = budget.ruler.total(sent.messages), budget.usable
+        lines = size - budget.ruler.total(made.messages)
+        if size <= room or size - lines > room:
+            return sent
+        return self._turned(way(replace(budget, usable=room - lines)), folded=True)
 
     def _not_worth_it(self, layer: Layer, tokens: int) -> bool:
         """The harshest layers do not run for the last few tokens."""

@@ -183,6 +183,21 @@ def test_the_last_resort_fits_with_the_lines_that_keep_the_turns(talk: Talk, roo
     assert result.reports[-1].refused is None
 
 
+@pytest.mark.parametrize("usable", [400, 500, 600, 700, 800])
+def test_the_lines_that_keep_the_turns_do_not_cost_the_summary(talk: Talk, room: Room, usable: int) -> None:
+    """What is too much then are a few tokens of the newest output."""
+    files = [f"app/f{i}.py" for i in range(8)]
+    early = [m for path in files for m in (assistant(None, call(path, "read_file", path=path)), tool(path, prose(1_500)))]
+    newest = [assistant(None, call("z", "bash", command="pytest")), tool("z", prose(30_000))]
+    conversation = talk([user("Fix the import."), *early, *newest])
+
+    for rules in (Rules(), Rules(alternate=True)):
+        result = run(conversation, room(usable), Emergency(), rules=rules)
+
+        assert result.tokens_after <= usable
+        assert sum("Used tools: read_file." in message.text for message in result.conversation.messages) == 1
+
+
 def test_the_last_resort_drops_the_history_where_a_summary_of_it_is_longer_than_it_was(talk: Talk, room: Room) -> None:
     line = "The loader reads each line, and splits it into fields."
     calls = [call("a", "search"), call("c", "read_file", path="app/a.py")]
