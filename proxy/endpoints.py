@@ -418,8 +418,6 @@ class Proxy:
         self._metrics.record(record)
         if exchange.trace is not None:
             exchange.trace.end(record, exchange.usage.model, span_event(decision))
-        if decision.model is not None and decision.budget is not None and decision.window is not None:
-            self._metrics.set_window(decision.model, decision.window.tokens, decision.budget.usable)
         if decision.is_event and decision.before:
             tell(decision)
             if self._notify is not None:

@@ -60,8 +60,6 @@ class Metrics:
         self._tally = Tally()
         self._requests = RequestMetrics(self._tally, self.models, self.timed)
         self._inflight = self._requests.inflight
-        self.serving = self._requests.serving
-        """How many requests of each endpoint are being served now: for the event loop's own thread to count up and down."""
         self._make_summary_and_store_metrics()
         self._make_process_metrics(version)
         self._waiting: deque[RequestRecord] = deque()
