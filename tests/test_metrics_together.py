@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from proxy.compaction import CriticalItems
 from proxy.metrics import ANY, CHAT, Metrics, RequestRecord
+from proxy.windows import Window
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 LATER = ("process_", "python_", "compaction_config_loaded")
@@ -208,6 +209,21 @@ def test_a_window_is_the_one_told_last_also_when_names_share_a_label() -> None:
         ({"m": 1_000, "a?": 200}, {"m": 500, "a?": 100}),
         ({"m": 1_000, "a?": 100}, {"m": 500, "a?": 50}),
     ]
+
+
+def test_the_windows_that_requests_were_measured_by_are_told_the_newest_last() -> None:
+    metrics = Metrics()
+
+    def told(*models: tuple[str, int | None]) -> tuple[dict[str, float], dict[str, float]]:
+        for model, size in models:
+            window = None if size is None else Window(size, None, None, "config", None, None, None)
+            metrics.record(RequestRecord(model=model, window=window, usable=None if size is None else size // 2))
+        figures = metrics.figures()
+        return figures.by("context_window_tokens", "model"), figures.by("budget_tokens", "model")
+
+    assert told(("m", 1_000), ("m", 2_000), ("other", None)) == ({"m": 2_000}, {"m": 1_000})
+    assert told(("m", 1_000), ("m", None)) == ({"m": 1_000}, {"m": 500})
+    assert told(("a\x00", 100), ("a?", 200), ("a\x00", 100)) == ({"m": 1_000, "a?": 100}, {"m": 500, "a?": 50})
 
 
 def test_a_request_of_no_known_endpoint_in_flight_counts_with_the_others() -> None:

@@ -251,6 +251,53 @@ def test_a_stated_limit_is_learned_and_makes_an_unknown_model_known() -> None:
     assert windows.names() == ("our-own-model",)
 
 
+NEWS = st.one_of(
+    st.tuples(st.just("learn"), st.sampled_from(["m", "gpt-4o"]), st.sampled_from([8_192, 64_000]), st.booleans()),
+    st.tuples(
+        st.just("answered"),
+        st.sampled_from(["m", "gpt-4o"]),
+        st.sampled_from([5_000, 9_000, 70_000]),
+        st.sampled_from([None, "gpt-4", "m", "gpt-4o-2024-08-06"]),
+    ),
+    st.tuples(st.just("discovered"), st.sampled_from(["m", "gpt-4o"]), st.sampled_from([4_096, 32_768]), st.none()),
+)
+
+
+def hear(windows: Windows, what: str, model: str, tokens: int, more: Any, now: float) -> None:
+    if what == "learn":
+        windows.learn(model, tokens, exact=more, now=now)
+    elif what == "answered":
+        windows.answered(model, tokens, more)
+    else:
+        windows.discovered({model: tokens})
+
+
+@given(st.lists(NEWS, max_size=12))
+def test_what_is_at_hand_and_what_was_heard_are_as_if_all_were_looked_up_and_told(news: list[Any]) -> None:
+    windows = Windows()
+    for count, (what, model, tokens, more) in enumerate(news, 1):
+        if what != "answered" or (model, more) not in windows.heard:
+            hear(windows, what, model, tokens, more, NOON + count)
+        told = Windows()
+        for at, each in enumerate(news[:count], 1):
+            hear(told, *each, NOON + at)
+
+        for name in ("m", "gpt-4o"):
+            assert windows.at_hand(name) in (None, told.lookup(name, NOON + count))
+            assert windows.lookup(name, NOON + count) == told.lookup(name, NOON + count)
+
+
+def test_a_window_is_at_hand_until_a_refusal_narrows_it() -> None:
+    windows = Windows()
+    found = windows.lookup("GPT-4o", NOON)
+
+    assert windows.at_hand("gpt-4o") is found
+    windows.learn("gpt-4o", 64_000, exact=True, now=NOON)
+    assert windows.at_hand("gpt-4o") is None
+    assert size(windows, "gpt-4o") == (64_000, "learned")
+    assert windows.at_hand("gpt-4o") is None
+
+
 def test_a_learned_limit_is_forgotten_after_a_day() -> None:
     windows = Windows()
     windows.learn("gpt-4o", 64_000, exact=True, now=NOON)

@@ -304,6 +304,34 @@ def test_thirty_agents_that_share_their_instructions_are_told_apart() -> None:
     assert all(prefixes.find(each) is not None for each in bodies)
 
 
+def test_of_histories_that_begin_alike_the_longest_is_found_whichever_came_first() -> None:
+    prefixes = Prefixes(landmarks=NEAR)
+    for count in (6, 10, 8):
+        branch = json.loads(body(count))
+        branch["messages"].append({"role": "user", "content": f"branch {count}"})
+        read(json.dumps(branch, separators=(", ", ": ")).encode(), prefixes)
+        read(body(count), prefixes)
+
+    found = prefixes.find(body(12))
+
+    assert found is not None
+    assert len(found.messages) == 10
+
+
+def test_of_too_many_histories_that_begin_alike_the_longest_unused_goes() -> None:
+    prefixes = Prefixes()
+    instructions = {"role": "system", "content": "You are an agent. " * 600}
+    tasks = [[instructions, {"role": "user", "content": f"task {n}"}] for n in range(40)]
+    bodies = [json.dumps({"model": "m", "messages": messages}).encode() for messages in tasks]
+
+    for each in bodies:
+        read(each, prefixes)
+        read(bodies[0], prefixes)
+
+    found = [number for number, each in enumerate(bodies) if prefixes.find(each) is not None]
+    assert found == [0, *range(9, 40)]
+
+
 def test_a_history_that_grew_replaces_the_one_that_it_grew_from() -> None:
     prefixes = Prefixes(landmarks=NEAR)
     for count in range(4, 40):
