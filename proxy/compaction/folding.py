@@ -7,16 +7,12 @@ from dataclasses import replace
 
 from proxy.compaction import ledger, reserve, signals, summary
 from proxy.compaction.ledger import Ledger
+from proxy.compaction.voices import AFTER, BEFORE, DONE, is_line_of_ours, speaker
 from proxy.conversation import Conversation, Message, Step, said
 from proxy.windows import Budget
 
 Write = Callable[[Sequence[Step]], Sequence[Message]]
 """The steps that go → the messages that stand for them."""
-
-BEFORE, AFTER = "(The earlier conversation follows, shortened.)", "(Go on.)"
-"""What stands on the other side of a summary in the assistant's role, where a template wants user and assistant to take turns."""
-DONE = "(Done.)"
-"""What the assistant says between two user messages whose answer is folded."""
 
 
 def fold(conversation: Conversation, old: Sequence[int], write: Write) -> Conversation:
@@ -91,7 +87,8 @@ def summarized(
     book: Ledger, raw: Sequence[Step], budget: Budget, share: float, lead: str, *, errors: bool = True, requests: bool = True
 ) -> Message:
     """One message on the steps: `lead`, then quotes of what must not be forgotten in up to `share` of the target."""
-    spoken = [step.head.text for step in raw if step.head.role == "assistant" and step.head.text.strip()]
+    heads = [step.head for step in raw if not is_line_of_ours(step.head)]
+    spoken = [head.text for head in heads if head.role == "assistant" and head.text.strip()]
     newest = list(dict.fromkeys(reversed(error_lines(raw))))[: reserve.ERRORS]
     quotes = reserve.quotes(
         replace(book, user_requests=book.user_requests if requests else (), errors=book.errors if errors else ()),
@@ -177,9 +174,5 @@ def _turned(message: Message, before: str | None, after: str | None) -> list[Mes
 
 
 def _by(role: str, message: Message) -> Message:
-    return message if message.role == role else replace(message, role=role)
-
-
-def speaker(message: Message) -> str | None:
-    """The role that counts for turns, if any."""
-    return message.role if message.role in ("user", "assistant") and not message.calls else None
+    """The message in this role; what it came as holds the other."""
+    return message if message.role == role else replace(message, role=role, raw=None, origin=None)

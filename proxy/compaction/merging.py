@@ -10,6 +10,7 @@ from typing import Literal
 from proxy.compaction import folding, ledger
 from proxy.compaction.outputs import outputs
 from proxy.compaction.shorten import cut_middle
+from proxy.compaction.voices import is_line_of_ours
 from proxy.conversation import Conversation, Message, Step, said
 from proxy.windows import Budget
 
@@ -138,7 +139,8 @@ def _merged(conversation: Conversation, keep: int, share: float, budget: Budget)
     following = next((step.head for i, step in enumerate(conversation.steps) if i >= place and i not in gone), None)
 
     def write(steps: Sequence[Step]) -> list[Message]:
-        asked = [step.head.text for step in steps if step.head.role == "user" and id(step.head) not in observed]
+        heads = [step.head for step in steps if id(step.head) not in observed and not is_line_of_ours(step.head)]
+        asked = [head.text for head in heads if head.role == "user"]
         request, result = _both([text for text in asked if text.strip()], steps, int(4 * share * budget.target))
         if following is not None and following.role == "assistant":
             return [said("user", f"{request}\n\n{result}")]

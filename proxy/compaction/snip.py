@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proxy.compaction.folding import speaker
 from proxy.compaction.outputs import Output, outputs, with_text
+from proxy.compaction.voices import speaker
 from proxy.conversation import Conversation, Message, Opaque, Step, Text, ToolCall
 from proxy.tokens import Ruler
 from proxy.windows import Budget

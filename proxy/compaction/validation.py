@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from proxy.compaction import summary
 from proxy.compaction.outputs import newest_is_observation, outputs
+from proxy.compaction.voices import is_line_of_ours, speaker
 from proxy.conversation import Conversation, Message, Opaque, Step, Text, ToolCall, ToolResult
 
 # --- structure ------------------------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ def _reasoning_whole(before: Conversation, after: Conversation) -> bool:
 
 
 def _not_alternating(conversation: Conversation) -> int:
-    roles = [step.head.role for step in conversation.steps if step.head.role in ("user", "assistant") and not step.head.calls]
+    roles = [role for step in conversation.steps if (role := speaker(step.head)) is not None]
     return sum(1 for a, b in pairwise(roles) if a == b) + int(bool(roles) and roles[0] != "user")
 
 
@@ -253,11 +254,12 @@ def _candidates(conversation: Conversation) -> Iterator[Needle]:
     observed = {id(output.message) for output in said}
     heads = [step.head for step in reversed(conversation.steps)]
     summaries = [message for message in heads if summary.is_summary(message)]
-    observed.update(map(id, summaries))
+    ours = [*summaries, *(message for message in heads if is_line_of_ours(message))]
+    observed.update(map(id, ours))
     if newest_is_observation(conversation):
         observed.add(id(conversation.messages[-1]))
     people = [message for message in heads if message.role == "user" and id(message) not in observed]
-    yield from _conclusion(conversation)
+    yield from _conclusion([message for message in heads if id(message) not in observed])
     for message in summaries:
         yield from _binding_items(message)
     for message in people:
@@ -320,13 +322,11 @@ def _quotes(text: str, pattern: re.Pattern[str], first: bool = False) -> list[st
     return [s[:_QUOTE] for s in found[:_PER_MESSAGE]]
 
 
-def _conclusion(conversation: Conversation) -> Iterator[Needle]:
-    for step in reversed(conversation.steps):
-        if step.head.role == "assistant" and step.head.text.strip():
-            lines = [line.strip() for line in step.head.text.split("\n") if len(line.strip()) > 3]
-            if lines:
-                yield Needle("conclusion", lines[-1][:_QUOTE], step.head)
-            return
+def _conclusion(newest_first: Sequence[Message]) -> Iterator[Needle]:
+    spoken = next((message for message in newest_first if message.role == "assistant" and message.text.strip()), None)
+    lines = [line.strip() for line in spoken.text.split("\n") if len(line.strip()) > 3] if spoken is not None else []
+    if spoken is not None and lines:
+        yield Needle("conclusion", lines[-1][:_QUOTE], spoken)
 
 
 def _errors(conversation: Conversation) -> Iterator[Needle]:

@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from proxy.conversation import Step
+from proxy.conversation import Message, Step
 
 Voice = Literal["request", "observation", "notice", "assistant", "instruction", "results"]
 """request: a person asks. observation: output of the world, in a user message. notice: what a client's machinery put in."""
+
+BEFORE, AFTER = "(The earlier conversation follows, shortened.)", "(Go on.)"
+"""What stands on the other side of a summary in the assistant's role, where a template wants user and assistant to take turns."""
+DONE = "(Done.)"
+"""What the assistant says between two user messages whose answer is folded."""
 
 _NOTICE_TAG = re.compile(r"\s*<([\w:-]*(?:reminder|command|notification|caveat|stdout|stderr|hook|environment)[\w:-]*)[ >]", re.I)
 _TAG = re.compile(r"\s*<([\w:-]+)(?:\s[^<>]*)?>")
@@ -23,6 +28,16 @@ _SHELL_WORD = re.compile(
     r"^\s*(?:sudo\s+)?(?:ls|cd|cat|grep|find|sed|awk|echo|python3?|pip|git|make|npm|curl|mkdir|rm|cp|mv|head|tail|select|show|describe|insert|update|delete)\b",
     re.I,
 )
+
+
+def speaker(message: Message) -> str | None:
+    """The role that counts for turns, if any: calls and results do not."""
+    return message.role if message.role in ("user", "assistant") and not message.calls else None
+
+
+def is_line_of_ours(message: Message) -> bool:
+    """It keeps the turns and says nothing: nobody's request, nobody's conclusion."""
+    return speaker(message) is not None and message.text in (BEFORE, AFTER, DONE)
 
 
 def voices(steps: Sequence[Step]) -> tuple[Voice, ...]:

@@ -9,6 +9,7 @@ from builders import agent_session, assistant, call, prose, tool, user
 
 from proxy.compaction import summary
 from proxy.compaction.autocompact import AutoCompact
+from proxy.compaction.voices import DONE
 from proxy.conversation import Conversation
 from proxy.windows import Budget
 
@@ -117,6 +118,15 @@ def test_the_aggressive_summary_quotes_task_constraint_error_and_conclusion(talk
     assert made.messages[1] is conversation.messages[1]
     assert "ModuleNotFoundError: No module named 'loader_core'" in text
     assert "The import is missing from setup.py." in text
+
+
+def test_a_line_of_ours_is_not_what_the_assistant_said_last(talk: Talk, room: Room) -> None:
+    early = [user("Go."), assistant("The loader works."), user("On."), assistant(DONE), user("And?")]
+    work = [m for n in range(4) for m in (assistant(None, call(f"c{n}", "bash", command="ls")), tool(f"c{n}", "x"))]
+
+    text = AGGRESSIVE.apply(talk([*early, *work, user("So?")]), room(10_000)).messages[1].text
+
+    assert "- The loader works." in text
 
 
 def test_of_a_task_that_is_too_long_to_stay_the_summary_quotes_the_beginning(talk: Talk, room: Room) -> None:

@@ -15,6 +15,7 @@ from proxy.compaction.merging import Auto, MergedTurns, choices, literal_choice,
 from proxy.compaction.microcompact import Microcompact
 from proxy.compaction.pipeline import Admitted
 from proxy.compaction.strategies import STRATEGIES, build
+from proxy.compaction.voices import AFTER, BEFORE
 from proxy.conversation import Conversation
 from proxy.errors import ConfigError
 from proxy.windows import Budget
@@ -152,6 +153,14 @@ def chatter(turns: int, words: int = 60) -> list[dict[str, object]]:
             assistant(f"Done: feature {n} works. " + prose(words, n)),
         ]
     return [*messages, user("What is left to do?")]
+
+
+def test_merged_turns_quote_no_line_of_ours(talk: Talk, room: Room) -> None:
+    made = MergedTurns().apply(talk([user(BEFORE), assistant("Yes."), user(AFTER), *chatter(20)[1:]]), room(4_000, target=1_500))
+
+    assert "Please add feature 1 to app/part_1.py." in made.messages[0].text
+    assert BEFORE not in made.messages[0].text
+    assert AFTER not in made.messages[0].text
 
 
 def test_merged_turns_are_one_request_and_one_result(talk: Talk, room: Room) -> None:

@@ -9,9 +9,10 @@ import pytest
 from builders import agent_session, assistant, call, prose, tool, user
 
 from proxy.compaction import compact, summary
-from proxy.compaction.folding import AFTER, BEFORE, DONE, gaps_closed, in_turns, moved_to_gaps
+from proxy.compaction.folding import gaps_closed, in_turns, moved_to_gaps
 from proxy.compaction.strategies import build
 from proxy.compaction.validation import Rules, broken, missing, needles, rules_for, trouble, violations
+from proxy.compaction.voices import AFTER, BEFORE, DONE
 from proxy.conversation import Conversation, Message, Opaque, Text, ToolCall, ToolResult, said
 from proxy.windows import Budget
 
@@ -291,6 +292,17 @@ def test_a_summary_takes_the_role_that_the_turns_leave_it(
     assert in_turns(made).messages == made.messages
 
 
+def test_a_summary_that_came_from_a_client_goes_out_in_its_new_role(
+    talk: Talk, wire: Callable[[Conversation], list[dict[str, Any]]]
+) -> None:
+    came = talk([user("t"), user(SUMMARY.text), user("u")])
+
+    made = wire(in_turns(came))
+
+    assert [message["role"] for message in made] == ["user", "assistant", "user"]
+    assert made[1]["content"] == SUMMARY.text
+
+
 def test_a_summary_moves_to_where_what_it_folds_was_said() -> None:
     task, last = said("user", "t"), said("user", "u")
     asked = Message("assistant", (ToolCall("c", "read_file", "{}"),))
@@ -303,6 +315,14 @@ def test_a_summary_moves_to_where_what_it_folds_was_said() -> None:
     assert summary.is_summary(made.messages[3])
     assert made.messages[4] is last
     assert in_turns(moved_to_gaps(made)) is made
+
+
+def test_neither_a_line_of_ours_nor_a_summary_beside_it_is_a_fact_that_must_survive(talk: Talk) -> None:
+    said_last = [user("Go."), assistant("It works."), user(AFTER), assistant(DONE), user("So?"), assistant(None, CALL)]
+    messages = [user(BEFORE), assistant(SUMMARY.text), *said_last, tool("a", "x")]
+
+    kept = ("constraint", "Never touch the migrations.")
+    assert wanted(talk, messages) == {("conclusion", "It works."), kept, ("request", "Go."), ("request", "So?")}
 
 
 def test_two_user_messages_that_came_as_neighbors_are_not_parted(talk: Talk, room: Room) -> None:
