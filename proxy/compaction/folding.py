@@ -119,8 +119,8 @@ def moved_to_gaps(conversation: Conversation) -> Conversation:
     """The conversation with its summaries where the answer stood that they fold: between the next two user messages that are
     neighbors, as `in_turns` wants them.
 
-    Only for one that took turns as it came: what stands before such a gap then still ends with the assistant, and whatever
-    follows on it later may follow on the summary.
+    Only for one that took turns as it came. Of one that came with such neighbors nobody's answer is folded between them, and
+    what a client says after the first would come to stand on the wrong side of the summary.
     """
     messages = list(conversation.messages)
     for message in [message for message in messages if summary.is_summary(message)]:
@@ -148,10 +148,10 @@ def gaps_closed(conversation: Conversation) -> Conversation:
 
 
 def _gap(messages: Sequence[Message], start: int) -> int | None:
-    """Index of the first user message after `start` that speaks right after another one from `start` on."""
+    """Index of the first user message after `start` that speaks right after another one from `start` on, summaries left out."""
     last: str | None = None
     for i in range(start, len(messages)):
-        role = speaker(messages[i])
+        role = None if summary.is_summary(messages[i]) else speaker(messages[i])
         if role == "user" == last:
             return i
         last = role or last

@@ -325,6 +325,17 @@ def test_neither_a_line_of_ours_nor_a_summary_beside_it_is_a_fact_that_must_surv
     assert wanted(talk, messages) == {("conclusion", "It works."), kept, ("request", "Go."), ("request", "So?")}
 
 
+def test_several_summaries_move_to_the_same_place_in_their_order() -> None:
+    task, last = said("user", "t"), said("user", "u")
+    later = summary.write(2, (), [("Kept", ["Run the tests."])])
+
+    made = in_turns(moved_to_gaps(Conversation((SUMMARY, later, task, last))))
+
+    assert [message.role for message in made.messages] == ["user", "assistant", "user", "assistant", "user"]
+    assert [message.text for message in made.messages] == ["t", SUMMARY.text, BEFORE, later.text, "u"]
+    assert in_turns(moved_to_gaps(made)) is made
+
+
 def test_two_user_messages_that_came_as_neighbors_are_not_parted(talk: Talk, room: Room) -> None:
     """What is folded of the first alone stands before whatever else a client says after it."""
     messages = [user(f"{prose(2_000)}\nNever touch the migrations.\n{prose(2_000)}"), user("So?")]
