@@ -110,36 +110,38 @@ class Proxy:
         """One request, however it ends: answered, refused, broken off or left by its client."""
         known: Asked | None = notes.get(self)
         exchange = Exchange(endpoint_of(scope) if known is None else known.endpoint)
-        with self._metrics.inflight(exchange.endpoint):
-            if self._tracing is not None and exchange.endpoint == CHAT:
-                with OURS:
-                    exchange.trace = self._tracing.begin(scope["headers"], scope["path"])
-            try:
-                with OURS:
-                    try:
-                        if known is None:
-                            known = notes[self] = asked(scope, exchange.endpoint, self._client_keys, self._upstream)
-                        with Upload(scope, receive, self._body_timeout, self._held) as upload:
-                            if exchange.endpoint == ANY:
-                                await self._pass(exchange, known, scope, upload, send)
+        serving, endpoint = self._metrics.serving, exchange.endpoint
+        if self._tracing is not None and endpoint == CHAT:
+            with OURS:
+                exchange.trace = self._tracing.begin(scope["headers"], scope["path"])
+        serving[endpoint] += 1
+        try:
+            with OURS:
+                try:
+                    if known is None:
+                        known = notes[self] = asked(scope, endpoint, self._client_keys, self._upstream)
+                    with Upload(scope, receive, self._body_timeout, self._held) as upload:
+                        if endpoint == ANY:
+                            await self._pass(exchange, known, scope, upload, send)
+                        else:
+                            self._discover(scope["headers"])
+                            if not upload.takes_at_hand(self._max_body_bytes):
+                                await upload.read(self._max_body_bytes)
+                            if endpoint == COMPACT:
+                                await self._compact(exchange, known, upload, send)
                             else:
-                                self._discover(scope["headers"])
-                                if not upload.takes_at_hand(self._max_body_bytes):
-                                    await upload.read(self._max_body_bytes)
-                                if exchange.endpoint == COMPACT:
-                                    await self._compact(exchange, known, upload, send)
-                                else:
-                                    upload.end_with_client()
-                                    await self._line(exchange, known, scope, upload, send)
-                    except ClientGone:
-                        exchange.gone = True
-                    except (ClientError, UpstreamError) as error:
-                        await refuse_for(exchange, send, error)
-                if not exchange.answering and not exchange.gone:
-                    await refuse(exchange, send, 500, "the proxy failed", "internal_error", None, "proxy_error")
-            finally:
-                with OURS:
-                    self._record(exchange)
+                                upload.end_with_client()
+                                await self._line(exchange, known, scope, upload, send)
+                except ClientGone:
+                    exchange.gone = True
+                except (ClientError, UpstreamError) as error:
+                    await refuse_for(exchange, send, error)
+            if not exchange.answering and not exchange.gone:
+                await refuse(exchange, send, 500, "the proxy failed", "internal_error", None, "proxy_error")
+        finally:
+            serving[endpoint] -= 1
+            with OURS:
+                self._record(exchange)
 
     async def _pass(self, exchange: Exchange, known: Asked, scope: Scope, upload: Upload, send: Send) -> None:
         """Everything that is no chat completion: streamed both ways."""

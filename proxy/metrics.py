@@ -6,7 +6,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from itertools import groupby, repeat
 from operator import attrgetter, call
 from pathlib import Path
@@ -59,7 +58,9 @@ class Metrics:
         self.recent: deque[dict[str, object]] = deque(maxlen=RECENT)
         self._tally = Tally()
         self._requests = RequestMetrics(self._tally, self.models, self.timed)
-        self._inflight = self._requests.inflight
+        self.serving = self._requests.serving
+        """Requests of each endpoint that are being served, to be counted up and down in place. Without the lock: only the event
+        loop's own thread does this, and it has to add up with no other metric."""
         self._make_summary_and_store_metrics()
         self._make_process_metrics(version)
         self._waiting: deque[RequestRecord] = deque()
@@ -173,10 +174,6 @@ class Metrics:
                 "layers": dict(account.saved) if account else {},
             }
         )
-
-    def inflight(self, endpoint: str) -> AbstractContextManager[None]:
-        """`with metrics.inflight(CHAT):` counts a request while it is served."""
-        return self._inflight.get(endpoint) or self._inflight[ANY]
 
     def set_window(self, model: str, window: int, budget: int) -> None:
         """What a model can hold and what a request to it may weigh, in tokens."""

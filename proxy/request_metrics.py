@@ -82,19 +82,6 @@ class _Row:
     added: tuple[tuple[Counter, Key], ...]
 
 
-class _InFlight:
-    """`with` it, a request of one endpoint counts as being served."""
-
-    def __init__(self, serving: dict[str, int], endpoint: str) -> None:
-        self._serving, self._endpoint = serving, endpoint
-
-    def __enter__(self) -> None:
-        self._serving[self._endpoint] += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._serving[self._endpoint] -= 1
-
-
 class RequestMetrics:
     """The metrics that a request touches. Whoever enters some holds the tally's lock.
 
@@ -110,9 +97,7 @@ class RequestMetrics:
         self._rows: dict[tuple[str, str, str, bool], _Row] = {}  # by label, which are few
         self._phases = {phase: self._overhead.child(phase) for phase in PHASES}
         self._other_phase = self._overhead.child(OTHER)
-        # without the lock: only the event loop's own thread counts these, and they have to add up with no other metric
         self.serving = dict.fromkeys(ENDPOINTS, 0)
-        self.inflight = {name: _InFlight(self.serving, name) for name in ENDPOINTS}
 
     def _counter(self, name: str, told: str, *labels: str) -> Counter:
         return self._tally.counter(f"compaction_{name}", told, *labels)

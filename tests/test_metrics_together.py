@@ -224,13 +224,3 @@ def test_the_windows_that_requests_were_measured_by_are_told_the_newest_last() -
     assert told(("m", 1_000), ("m", 2_000), ("other", None)) == ({"m": 2_000}, {"m": 1_000})
     assert told(("m", 1_000), ("m", None)) == ({"m": 1_000}, {"m": 500})
     assert told(("a\x00", 100), ("a?", 200), ("a\x00", 100)) == ({"m": 1_000, "a?": 100}, {"m": 500, "a?": 50})
-
-
-def test_a_request_of_no_known_endpoint_in_flight_counts_with_the_others() -> None:
-    metrics = Metrics()
-
-    with metrics.inflight("/v1/files/secret"):
-        during = metrics.figures().by("inflight_requests", "endpoint")
-
-    assert during == {CHAT: 0, "/v1/compact": 0, ANY: 1}
-    assert metrics.figures().by("inflight_requests", "endpoint") == {CHAT: 0, "/v1/compact": 0, ANY: 0}
