@@ -68,7 +68,7 @@ class Cycle:
         self._transport, self._flow, self._loop = transport, flow, loop
         self._on_response, self._sent = on_response, sent
         self.waiting_for_100_continue, self.keep_alive = expect_100_continue, keep_alive
-        self._pieces: list[bytes] = []  # few: what comes while many wait is joined
+        self._pieces: list[bytes] = []  # taken one by one only while they are few
 
     # What the connection tells
 

@@ -91,7 +91,7 @@ class UsageTap:
         if self._kind is not _STREAM:
             self._give_up()
             return
-        end = b"".join(self._chunks)[-TAIL:]
+        end = b"".join(self._chunks)[-max(TAIL, len(self._chunks[-1])) :]  # one long event may be the one that says it
         self._chunks = [end]
         self._left = self._kind.limit - len(end)
 

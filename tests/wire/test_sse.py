@@ -64,6 +64,12 @@ def test_a_long_stream_is_held_only_at_its_end() -> None:
     assert sum(map(len, tap._chunks)) <= 70_000
 
 
+def test_the_usage_of_one_event_longer_than_what_is_kept_is_read() -> None:
+    last = event({"content": "word " * 20_000}).replace(b'"model"', b'"usage": {"prompt_tokens": 7}, "model"', 1)
+
+    assert tapped([event({"content": "word " * 100}), last]).prompt == 7
+
+
 @pytest.mark.parametrize(
     ("name", "pack"),
     [
