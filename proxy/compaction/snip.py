@@ -183,6 +183,6 @@ def _may_go(steps: Sequence[Step], number: int) -> bool:
     after = steps[number + 1].head.role if number + 1 < len(steps) else None
     return (
         before == "assistant"
-        or (before is None and after != "assistant" and after == "user")
+        or (before is None and after == "user")
         or (after == "assistant" and before != "user")
     )
