@@ -12,6 +12,7 @@ import resource
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 from builders import agent_session
 from live.conftest import BODY, Product, Start, inflight, leave, open_files, request, settled, settled_inflight, volume
@@ -141,6 +142,22 @@ async def test_a_client_that_leaves_while_a_summary_is_written_never_gets_upstre
 
             await settled_inflight(product)
     assert toxic.requests == []
+
+
+async def test_a_client_that_leaves_while_we_compact_is_no_fault_of_ours_in_the_metrics(toxic: Toxic, start: Start) -> None:
+    async with Toxic("slow_headers") as writer_model:
+        summarizer = {"mode": "anchored", "base_url": writer_model.url, "model": "w", "wait_ms": 60_000}
+        async with start(toxic.url, sections={**NARROW, "summarizer": summarizer}) as product:
+            _, writer = await product.raw(request(body=LONG))
+            await settled(lambda: bool(writer_model.requests))
+            leave(writer, "FIN")
+            await settled_inflight(product)
+            async with httpx.AsyncClient(base_url=f"http://{product.admin[0]}:{product.admin[1]}", trust_env=False) as client:
+                scrape = (await client.get("/metrics")).text
+
+    assert re.findall(r'^compaction_client_disconnects_total\{endpoint="/chat/completions"\} (\S+)$', scrape, re.M) == ["1.0"]
+    faults = re.findall(r'^compaction_\w+\{.*(?:outcome="failed"|reason="internal_error").*\} (\S+)$', scrape, re.M)
+    assert set(faults) <= {"0.0"}
 
 
 async def test_a_client_that_leaves_before_the_first_event_of_a_suspect_stream_leaves_no_traceback(
