@@ -280,7 +280,9 @@ class StrictHttp(HttpToolsProtocol):
                     await app(cycle.scope, cycle.receive, cycle.send)
                 finally:
                     cycle.end()
-                if self._next is None and not self.transport.is_closing():
+                if self._next is not None:
+                    await asyncio.sleep(0)  # everyone else's turn: a client may send a thousand at once
+                elif not self.transport.is_closing():
                     self.tasks.discard(task)
                     self._resting = self.loop.create_future()
                     await self._resting

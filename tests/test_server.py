@@ -349,6 +349,30 @@ async def test_the_requests_of_a_connection_are_answered_in_one_task_which_ends_
     assert app.left == [b"/slow"]
 
 
+async def test_everyone_else_has_a_turn_between_two_requests_that_came_together() -> None:
+    turns, at = 0, []
+
+    async def noting(scope: Any, receive: Any, send: Any) -> None:
+        at.append(turns)
+        await hasty(scope, receive, send)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async with client(noting) as (reader, writer):
+        at.clear()
+        ticking = asyncio.ensure_future(others())
+        writer.write(GET * 20)
+        for _ in range(20):
+            await reader.readuntil(b"no")
+        ticking.cancel()
+
+    assert len(set(at[:20])) == 20
+
+
 async def test_a_connection_that_ends_between_two_requests_leaves_no_task(app: Recorder) -> None:
     async with client(app) as (reader, writer):
         before = asyncio.all_tasks()
