@@ -286,7 +286,7 @@ class Cycle:
         count = len(parts) + 1
         head = b"\r\n".join(parts) + b"\r\n\r\n"
         if head.count(b"\n") != count or head.count(b"\r") != count or b"\0" in head:
-            self.response_started = False
+            self.response_started = self._until_close = False
             raise RuntimeError("invalid response header")
         self._head = head
         if waits:

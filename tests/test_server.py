@@ -687,6 +687,23 @@ async def test_a_client_of_http_1_0_gets_no_chunks_and_no_clean_end_that_is_none
     assert broken is not finishes
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+async def test_an_answer_whose_head_cannot_be_sent_is_a_500_and_ends_the_connection(version: bytes) -> None:
+    async def odd(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"a\r\nb: c")]})
+
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(str(context["exception"])))
+    async with client(odd) as (reader, writer):
+        writer.write(b"GET / HTTP/%b\r\nHost: x\r\n\r\n" % version)
+        answer, connection = await until_quiet(reader, 5.0)
+        gc.collect()
+
+    assert (statuses(answer), connection) == (["500"], "closed")
+    assert told == ["invalid response header"]
+
+
 def test_a_port_in_use_and_an_address_that_is_not_ours_are_said_in_one_line() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
