@@ -186,7 +186,7 @@ def _read_stream(data: bytes) -> Usage:
             return _usage(event, done)
     for said in _from_the_last(lines, b'"model"'):
         event = _event(payload(said) or b"")
-        if event is not None and event.model is not None:
+        if event is not None and event.model:  # Azure's notes on content name none
             return Usage(model=event.model, whole=done)
     return Usage(whole=done)
 

@@ -54,6 +54,10 @@ def test_a_stream_without_usage_says_only_its_model() -> None:
     assert tapped([event({"content": "a"}), b"data: [DONE]\n\n"]) == Usage("gpt-4o", whole=True)
 
 
+def test_a_last_event_that_names_no_model_hides_none() -> None:
+    assert tapped([event({"content": "a"}), event({}, model=""), b"data: [DONE]\n\n"]) == Usage("gpt-4o", whole=True)
+
+
 def test_a_long_stream_is_held_only_at_its_end() -> None:
     tap = UsageTap("text/event-stream")
     for _ in range(5_000):
