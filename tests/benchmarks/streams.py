@@ -5,7 +5,8 @@
 A paced stream sends an event each 20 ms; of more than 1,000 streams, each 100 ms, since the client is one core as well. When, is
 the stub's choice and the same behind every proxy: each stream at a moment of its own, or 40 of them together, which costs less,
 since one wake-up serves many. Each event carries the time it was sent; the delay is what the client sees later than that, less
-the same on the direct line. Boundaries: the share of chunks that arrive as they were sent. A flood is as fast as the slowest takes
+the same on the direct line. Delays and CPU are counted from when all streams have begun; what it costs to begin one is a row of
+its own. Boundaries: the share of chunks that arrive as they were sent. A flood is as fast as the slowest takes
 it. Head of line: how late the chunks of 64 streams are while 50 requests of 1 MB a second go through the same proxy.
 """
 
@@ -26,8 +27,8 @@ SENT = re.compile(rb'"content": ?"(\d+\.\d{6})"')
 LONGEST = 2_000
 """Bytes of an event at most, whatever a proxy makes of it: more need not be kept of what came."""
 MANY = 1_000
-TOGETHER = 40
-"""Streams whose events come at the same moment, where not each has a moment of its own."""
+TOGETHER, BATCH_SECONDS = 40, 0.02
+"""Streams that begin at once, that long apart; and those whose events come at the same moment, where not each has its own."""
 BESIDE = 50
 """Requests of 1 MB a second beside the streams."""
 
@@ -38,7 +39,7 @@ class Reader(asyncio.Protocol):
     def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
         self.request, self.done, self.rest, self.seen = request, done, b"", 0
         self.delays: list[float] = []
-        self.unchanged, self.begun = 0, False
+        self.unchanged, self.begun, self.first = 0, False, 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport: asyncio.Transport = transport  # type: ignore[assignment]
@@ -69,9 +70,11 @@ class Reader(asyncio.Protocol):
 
 @dataclass(frozen=True)
 class Chunks:
-    """What came of a number of streams. cost: CPU µs a chunk. half, late: median and p99 of the delay in ms. unchanged: share of
-    the chunks. rate: chunks a second. memory: KB that an open stream costs."""
+    """What came of a number of streams. start: CPU µs that it takes to begin one, on a new connection. cost: CPU µs a chunk. half,
+    late: median and p99 of the delay in ms. unchanged: share of the chunks. rate: chunks a second. memory: KB that an open stream
+    costs."""
 
+    start: float
     cost: float
     half: float
     late: float
@@ -81,36 +84,52 @@ class Chunks:
 
 
 def measure(one: Running, streams: int, count: int, pause: float, beside: int = 0, together: int = 1) -> Chunks:
-    """Has `streams` clients read `count` events each, `pause` seconds apart. Raises RuntimeError when not all arrive in time."""
+    """Has `streams` clients read `count` events each, `pause` seconds apart, once all have begun; a pause of 0: from the start.
+
+    Raises RuntimeError when not all arrive in time.
+    """
+    if pause:
+        count += round((BATCH_SECONDS * streams / TOGETHER + 0.5) / pause)
     at_rest = memory_mb(one.pid) if one.pid else 0.0
     before, begun = one.cpu(), time.perf_counter()
     request = one.request(asking(f"{count}@{round(pause * 1e6)}/{together}"))
-    readers, memory = uvloop.run(_visit(one, request, streams, beside, patience=20 + 4 * count * pause))
-    took, used = time.perf_counter() - begun, one.cpu() - before
-    delays = sorted(delay for reader in readers for delay in reader.delays)
-    if len(delays) < streams * count * 0.99:
-        raise RuntimeError(f"only {len(delays)} of {streams * count} events arrived")
+    readers, memory, all_began = uvloop.run(_visit(one, request, streams, beside, 20 + 4 * count * pause, wait=pause > 0))
+    took, used = time.perf_counter() - begun, one.cpu() - all_began
+    delays = sorted(delay for reader in readers for delay in reader.delays[reader.first :])
+    arrived = sum(len(reader.delays) for reader in readers)
+    if arrived < streams * count * 0.99 or not delays:
+        raise RuntimeError(f"only {arrived} of {streams * count} events arrived")
     return Chunks(
+        start=(all_began - before) / streams * 1e6,
         cost=used / len(delays) * 1e6,
         half=delays[len(delays) // 2] * 1e3,
         late=delays[int(len(delays) * 0.99)] * 1e3,
-        unchanged=sum(reader.unchanged for reader in readers) / len(delays),
+        unchanged=sum(reader.unchanged for reader in readers) / arrived,
         rate=len(delays) / took,
         memory=(memory - at_rest) * 1024 / streams,
     )
 
 
-async def _visit(one: Running, request: bytes, streams: int, beside: int, patience: float) -> tuple[list[Reader], float]:
+async def _visit(
+    one: Running, request: bytes, streams: int, beside: int, patience: float, wait: bool
+) -> tuple[list[Reader], float, float]:
+    """The readers at the end, the memory with all streams open, and the CPU that was used when all had begun."""
     loop = asyncio.get_running_loop()
-    readers, waits = [], []
+    readers, waits, before = list[Reader](), [], one.cpu()
     others = [asyncio.ensure_future(_ask_on(one, beside / 4)) for _ in range(4 if beside else 0)]
     for number in range(streams):
         done = loop.create_future()
         _, reader = await loop.create_connection(lambda done=done: Reader(request, done), "127.0.0.1", one.port)  # type: ignore[misc]
         readers.append(reader)
         waits.append(done)
-        if number % 40 == 39:
-            await asyncio.sleep(0.02)  # as many connects at once as any backlog holds
+        if number % TOGETHER == TOGETHER - 1:
+            await asyncio.sleep(BATCH_SECONDS)  # as many connects at once as any backlog holds
+    if wait:
+        while not all(reader.begun for reader in readers) and (patience := patience - BATCH_SECONDS) > 0:
+            await asyncio.sleep(BATCH_SECONDS)
+        before = one.cpu()
+        for reader in readers:
+            reader.first = len(reader.delays)
     memory = 0.0
     if one.pid and streams > MANY:
         await asyncio.sleep(0.5)  # the last ones are on their way
@@ -121,7 +140,7 @@ async def _visit(one: Running, request: bytes, streams: int, beside: int, patien
     await asyncio.gather(*others, return_exceptions=True)
     for reader in readers:
         reader.transport.abort()
-    return readers, memory
+    return readers, memory, before
 
 
 async def _ask_on(one: Running, rate: float) -> None:
@@ -152,6 +171,7 @@ def paced(one: Running, streams: int, seconds: float) -> dict[str, float]:
     }
     if one.pid is not None:
         found[f"{name}: CPU µs a chunk ↓"] = got.cost
+        found[f"{name}: CPU µs to begin one on a new connection ↓"] = got.start
         if streams > MANY:
             found[f"{name}: KB a stream ↓"] = got.memory
     return found
