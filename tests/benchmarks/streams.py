@@ -6,8 +6,8 @@ A paced stream sends an event each 20 ms; of more than 1,000 streams, each 100 m
 the stub's choice and the same behind every proxy: each stream at a moment of its own, or 40 of them together, which costs less,
 since one wake-up serves many. Each event carries the time it was sent; the delay is what the client sees later than that, less
 the same on the direct line. Delays and CPU are counted from when all streams have begun; what it costs to begin one is a row of
-its own. Boundaries: the share of chunks that arrive as they were sent. A flood is as fast as the slowest takes
-it. Head of line: how late the chunks of 64 streams are while 50 requests of 1 MB a second go through the same proxy.
+its own. Boundaries: the share of chunks that arrive as they were sent. A flood is as fast as the slowest takes it. Head of line: how
+late the chunks of 64 streams are while 50 requests of 1 MB a second go through the same proxy.
 """
 
 from __future__ import annotations
