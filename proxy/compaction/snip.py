@@ -181,8 +181,4 @@ def _is_empty(step: Step) -> bool:
 def _may_go(steps: Sequence[Step], number: int) -> bool:
     before = steps[number - 1].head.role if number else None
     after = steps[number + 1].head.role if number + 1 < len(steps) else None
-    return (
-        before == "assistant"
-        or (before is None and after == "user")
-        or (after == "assistant" and before != "user")
-    )
+    return before == "assistant" or (before is None and after == "user") or (after == "assistant" and before != "user")
