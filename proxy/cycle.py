@@ -236,12 +236,7 @@ class Cycle:
             return self._once_there_is_room(self.answer, status, headers, body)
         if not self.disconnected:
             self._start(status, headers, waits=False)
-            if self._chunked is False and len(body) == self._left_to_send <= JOIN_BELOW and self.scope["method"] != "HEAD":
-                head, self._head, self._left_to_send = self._head, b"", 0
-                self._transport.write(head + body)
-                self._complete()
-            else:
-                self._send_body(body, more=False)
+            self._send_body(body, more=False)
         return self._sent
 
     async def _once_there_is_room(self, sends: Callable[..., Awaitable[None]], *what: Any) -> None:
@@ -298,28 +293,26 @@ class Cycle:
             self._transport.write(head)
 
     def _send_body(self, body: bytes, more: bool) -> None:
-        parts = [self._head] if self._head else []
+        framed: tuple[bytes, ...] = ()
         if self.scope["method"] == "HEAD":
             self._left_to_send = 0
         elif self._chunked:
             if body:
-                parts += (b"%x\r\n" % len(body), body, b"\r\n")
+                framed = (b"%x\r\n" % len(body), body, b"\r\n")
             if not more:
-                parts.append(b"0\r\n\r\n")
+                framed += (b"0\r\n\r\n",)
         else:
             self._left_to_send -= 0 if self._until_close else len(body)
             if self._left_to_send < 0:
                 raise RuntimeError("the body is longer than its content-length")
-            if body:
-                parts.append(body)
-        if self._head:
-            self._head = b""
-            if self._flusher is not None:
-                self._flusher.cancel()
+            framed = (body,)
+        head, self._head = self._head, b""
+        if head and self._flusher is not None:
+            self._flusher.cancel()
         if len(body) > JOIN_BELOW:
-            self._transport.writelines(parts)
-        elif parts:
-            self._transport.write(b"".join(parts))
+            self._transport.writelines((head, *framed) if head else framed)
+        elif data := b"".join((head, *framed)):
+            self._transport.write(data)
         if not more:
             self._complete()
 
