@@ -209,12 +209,9 @@ class Passing:
         """Whether the rest of an answer went to the client as it came, without waking us for each piece; else it is yet to be
         fetched. Raises UpstreamError."""
 
-        feed, put = self._feed, client.put
-
-        def pass_on(chunk: bytes) -> bool:  # as `see`
-            feed(chunk)
-            self.last = chunk
-            return put(chunk)
+        def pass_on(chunk: bytes) -> bool:
+            self.see(chunk)
+            return client.put(chunk)
 
         while (rest := source.pour(pass_on)) is not None:
             if await rest:

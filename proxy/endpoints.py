@@ -194,10 +194,8 @@ class Proxy:
             await self._relay(exchange, known, scope, upload, send)
             return
         pieces = upload.first
-        decision = FAILED
-        with OURS:
-            decision = await self._compactor.decide(b"".join(pieces), known.path, known.wish, known.coding, known.caller)
-        exchange.decision = decision  # not before: who leaves meanwhile saw nothing fail
+        deciding = self._compactor.decide(b"".join(pieces), known.path, known.wish, known.coding, known.caller)
+        exchange.decision = await self._safely(deciding, FAILED)
         counting: asyncio.Task[Decision] | None = None
         if exchange.decision.before is None and exchange.decision.request is not None:
             # what is forwarded without a count is counted while the upstream thinks
