@@ -292,11 +292,16 @@ def test_histories_of_short_messages_are_bounded_too() -> None:
     assert held < 4_000_000
 
 
+def told_the_same(agents: int) -> list[bytes]:
+    """The first requests of agents that share their instructions."""
+    instructions = {"role": "system", "content": "You are an agent. " * 600}
+    tasks = [[instructions, {"role": "user", "content": f"task {n}"}] for n in range(agents)]
+    return [json.dumps({"model": "m", "messages": messages}).encode() for messages in tasks]
+
+
 def test_thirty_agents_that_share_their_instructions_are_told_apart() -> None:
     prefixes = Prefixes()
-    instructions = {"role": "system", "content": "You are an agent. " * 600}
-    tasks = [[instructions, {"role": "user", "content": f"task {n}"}] for n in range(30)]
-    bodies = [json.dumps({"model": "m", "messages": messages}).encode() for messages in tasks]
+    bodies = told_the_same(agents=30)
 
     for each in bodies:
         read(each, prefixes)
@@ -320,9 +325,7 @@ def test_of_histories_that_begin_alike_the_longest_is_found_whichever_came_first
 
 def test_of_too_many_histories_that_begin_alike_the_longest_unused_goes() -> None:
     prefixes = Prefixes()
-    instructions = {"role": "system", "content": "You are an agent. " * 600}
-    tasks = [[instructions, {"role": "user", "content": f"task {n}"}] for n in range(40)]
-    bodies = [json.dumps({"model": "m", "messages": messages}).encode() for messages in tasks]
+    bodies = told_the_same(agents=40)
 
     for each in bodies:
         read(each, prefixes)
