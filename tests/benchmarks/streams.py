@@ -34,7 +34,7 @@ BESIDE = 50
 
 
 class Reader(asyncio.Protocol):
-    """One client: notes how late each event comes and whether its chunk is the one that was sent."""
+    """One client: notes how late each event comes and whether its chunk is the one that was sent. first: of the delays that count."""
 
     def __init__(self, request: bytes, done: asyncio.Future[None]) -> None:
         self.request, self.done, self.rest, self.seen = request, done, b"", 0

@@ -4,8 +4,9 @@
  *
  * The request says which, anywhere in its first 4 KB: `stub=COUNT@MICROSECONDS/TOGETHER` asks for COUNT events, one each so many
  * microseconds (0: as fast as the socket takes them), whose text holds the time at which they were sent, TOGETHER such streams at
- * the same moment; `stub=hold` for no answer at all. Of every held or streamed answer it tells over UDP, to its own port number on loopback, that the request came
- * ("came"), and that the other side went away before the answer was complete ("left"). One thread, so that it fits beside the load.
+ * the same moment; `stub=hold` for no answer at all. Of every held or streamed answer it tells over UDP, to its own port number on
+ * loopback, that the request came ("came"), and that the other side went away before the answer was complete ("left"). One thread,
+ * so that it fits beside the load.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
