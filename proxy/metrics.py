@@ -175,11 +175,6 @@ class Metrics:
             }
         )
 
-    def set_window(self, model: str, window: int, budget: int) -> None:
-        """What a model can hold and what a request to it may weigh, in tokens."""
-        with self._tally.lock:
-            self._note_window(model, window, budget)
-
     def observe_summary(
         self,
         model: str,

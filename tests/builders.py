@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from typing import Any
+
+from proxy.windows import Window
 
 WORDS = tuple(
     """the parser reads each line and splits it into fields before the loader stores them in a table of results that the
     report prints with totals while the cache keeps recent rows and the index answers lookups by name or by date""".split()
 )
+
+
+def window(tokens: int, **more: Any) -> Window:
+    """A window of which nothing else is known."""
+    return dataclasses.replace(Window(tokens, None, None, "config", None, None, None), **more)
 
 
 def prose(words: int, seed: int = 0) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from builders import window
 
 from proxy.metrics import Metrics, RequestRecord
 
@@ -54,7 +55,7 @@ def registered() -> set[str]:
     metrics.observe_checkpoint("memory", "get", "hit", 1)
     metrics.set_checkpoint_bytes("memory", 1)
     metrics.set_tokenizer_degraded("o200k_base", False)
-    metrics.set_window("m", 2, 1)
+    metrics.record(RequestRecord(model="m", window=window(2), usable=1))
     return {sample.name for family in metrics.registry.collect() for sample in family.samples}
 
 
@@ -138,8 +139,8 @@ def test_lines_of_one_panel_can_be_told_apart(panel: dict[str, Any]) -> None:
 def test_a_query_is_bound_to_the_variables_and_the_range(title: str, expr: str) -> None:
     for selector in re.findall(r"\{([^}]*)\}", expr):
         assert 'job=~"$job", instance=~"$instance"' in selector, title
-    for window in re.findall(r"\[([^\]]*)\]", expr):
-        assert window in {"$__rate_interval", "$__range"}, title
+    for span in re.findall(r"\[([^\]]*)\]", expr):
+        assert span in {"$__rate_interval", "$__range"}, title
     for counter in re.findall(r"(\w*)\((\w+_total)\{", expr):
         assert counter[0] in {"rate", "increase"}, title
     assert len(re.findall(r"\brate\(", expr)) == expr.count("[$__rate_interval]")

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from builders import window
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -307,7 +308,7 @@ def test_requests_in_flight_go_up_and_down() -> None:
 def test_windows_summaries_stores_and_tokenizers_are_observed() -> None:
     metrics = Metrics(version="9.9.9")
 
-    metrics.set_window("gpt-4o", 128_000, 102_400)
+    metrics.record(RequestRecord(model="gpt-4o", window=window(128_000), usable=102_400))
     metrics.observe_summary("gpt-4o-mini", "ok", seconds=2.0, tokens_in=900, tokens_out=100, cost=0.5)
     metrics.observe_summary("gpt-4o-mini", "timeout")
     metrics.observe_checkpoint("sqlite", "get", "hit", 0.25)
@@ -352,8 +353,7 @@ def test_openmetrics_is_negotiated_and_carries_trace_ids() -> None:
 
 def test_stats_tell_what_the_metrics_say() -> None:
     metrics = Metrics(model_names=["gpt-4o"])
-    metrics.set_window("gpt-4o", 128_000, 102_400)
-    metrics.record(APPLIED)
+    metrics.record(replace(APPLIED, window=window(128_000), usable=102_400))
     metrics.record(RequestRecord(model="gpt-4o", received=500, forwarded=500, passthrough="fits"))
 
     stats = metrics.stats()
@@ -401,12 +401,13 @@ WORKER = """
 import sys
 from pathlib import Path
 from proxy.metrics import Metrics, RequestRecord
+from proxy.windows import Window
 metrics = Metrics(model_names=["gpt-4o"], version="1", folder=Path(sys.argv[1]))
-metrics.set_window("gpt-4o", 1000, 800)
+window = Window(1000, None, None, "config", None, None, None)
 metrics.serving["/chat/completions"] += 1
 for _ in range(int(sys.argv[2])):
     metrics.record(RequestRecord(model="gpt-4o", duration=0.5, received=100, forwarded=40, saved=(("snip", 60),),
-                                 outcome="applied"))
+                                 outcome="applied", window=window, usable=800))
 metrics.share()
 print(metrics.exposition()[0].decode())
 """

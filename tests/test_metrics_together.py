@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from builders import window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -12,7 +13,6 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from proxy.compaction import CriticalItems
 from proxy.metrics import ANY, CHAT, Metrics, RequestRecord
-from proxy.windows import Window
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 LATER = ("process_", "python_", "compaction_config_loaded")
@@ -196,8 +196,8 @@ def test_requests_that_grew_are_told_as_forwarded_unchanged_and_the_gap_is_told(
 def test_a_window_is_the_one_told_last_also_when_names_share_a_label() -> None:
     metrics, seen = Metrics(), []
 
-    for name, window in (("m", 1_000), ("m", 2_000), ("m", 1_000), ("a\x00", 100), ("a?", 200), ("a\x00", 100)):
-        metrics.set_window(name, window, window // 2)
+    for name, tokens in (("m", 1_000), ("m", 2_000), ("m", 1_000), ("a\x00", 100), ("a?", 200), ("a\x00", 100)):
+        metrics.record(RequestRecord(model=name, window=window(tokens), usable=tokens // 2))
         figures = metrics.figures()
         seen.append((figures.by("context_window_tokens", "model"), figures.by("budget_tokens", "model")))
 
@@ -216,8 +216,8 @@ def test_the_windows_that_requests_were_measured_by_are_told_the_newest_last() -
 
     def told(*models: tuple[str, int | None]) -> tuple[dict[str, float], dict[str, float]]:
         for model, size in models:
-            window = None if size is None else Window(size, None, None, "config", None, None, None)
-            metrics.record(RequestRecord(model=model, window=window, usable=None if size is None else size // 2))
+            holds = None if size is None else window(size)
+            metrics.record(RequestRecord(model=model, window=holds, usable=None if size is None else size // 2))
         figures = metrics.figures()
         return figures.by("context_window_tokens", "model"), figures.by("budget_tokens", "model")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import importlib.util
 import json
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from builders import window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,11 +73,6 @@ LETTERS = Letters()
 def aim(window: Window, requested_output: int | None = None, **wishes: Any) -> Budget:
     """The budget with the usual marks."""
     return budget(window, requested_output=requested_output, ruler=LETTERS, **{"trigger": 0.8, "target": 0.45, **wishes})
-
-
-def window(tokens: int, **more: Any) -> Window:
-    """A window of which nothing else is known."""
-    return dataclasses.replace(Window(tokens, None, None, "config", None, None, None), **more)
 
 
 def size(windows: Windows, model: str, now: float = NOON) -> tuple[int, str] | None:
