@@ -69,8 +69,8 @@ class Learned:
             noted = raw, chain(messages, plain.around)
             messages.keep(plain.around, noted)
         raw, marks = noted
-        line, known = self.calibrator.line(key, marks)
-        return ceil(line.tokens(raw) if known is None else line.tokens_after(known, raw)), line.margin
+        line = self.calibrator.calibration(key, marks)
+        return ceil(line.tokens(raw)), line.margin
 
     def refused(self, model: str, refusal: Overflow) -> None:
         """Takes what a refusal says of a model's limit."""

@@ -86,13 +86,6 @@ class Calibration(msgspec.Struct, frozen=True):
         """What the upstream would count where we count this many."""
         return max(self.slope * count + self.offset, self.least * count)
 
-    def tokens_after(self, known: tuple[int, int], count: float) -> float:
-        """The same by `through(*known)`, which need not be made for it."""
-        estimated, reported = known
-        offset = reported - self.slope * estimated
-        tokens = self.slope * count + offset
-        return tokens if offset >= 0 else max(tokens, reported / estimated * count)
-
     def through(self, estimated: int, reported: int) -> Calibration:
         """The line of a conversation of which one request is known: our count of it, and theirs.
 
@@ -174,11 +167,6 @@ class Calibrator:
 
     def calibration(self, key: Key, prefixes: Sequence[int] = ()) -> Calibration:
         """The line for a request. prefixes: its `chain`; the longest one that was answered before is the anchor."""
-        line, known = self.line(key, prefixes)
-        return line if known is None else line.through(*known)
-
-    def line(self, key: Key, prefixes: Sequence[int] = ()) -> tuple[Calibration, tuple[int, int] | None]:
-        """The line of a key, and the anchor of a request through which its own goes: our count and theirs, if there is one."""
         line = self._lines.get(key)
         if line is None:
             key = _bounded(key)
@@ -186,9 +174,9 @@ class Calibrator:
         learned = cold(key.model) if line is None else line.fitted or _fitted(key, line)
         at = next(filter(self._anchors.__contains__, zip(repeat(key), reversed(prefixes))), None)
         if at is None:
-            return learned, None
+            return learned
         self._anchors.move_to_end(at)
-        return learned, self._anchors[at]
+        return learned.through(*self._anchors[at])
 
     def observe(self, key: Key, estimated: int, reported: int, *, prefixes: Sequence[int] = ()) -> bool:
         """Learn from one answer; False when it was refused.

@@ -136,20 +136,6 @@ def test_an_anchor_below_the_line_never_makes_a_shorter_request_free() -> None:
     assert line.tokens(20_000) == pytest.approx(16_600)
 
 
-@given(
-    st.floats(0.5, 2.0),
-    st.floats(-500.0, 2_000.0),
-    st.tuples(st.integers(1, 10**6), st.integers(1, 10**6)),
-    st.integers(0, 10**6),
-)
-def test_a_count_told_by_an_anchor_is_that_of_the_line_through_it(
-    slope: float, offset: float, known: tuple[int, int], count: int
-) -> None:
-    line = Calibration(slope, offset)
-
-    assert line.tokens_after(known, count) == line.through(*known).tokens(count)
-
-
 def test_another_conversation_has_no_anchor() -> None:
     calibrator = Calibrator()
     messages = [said("user", "one")]
